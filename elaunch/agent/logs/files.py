@@ -17,11 +17,16 @@ line in the file then says how many are missing.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from elaunch.agent.logs.plan import encode
+from elaunch.config import Settings
+from elaunch.config.checks import NO_FILES
+from elaunch.errors import UsageError
+from elaunch.runs import statedir
 from elaunch.runs.logtree import RESOLUTION_S, Arrival
 
 KEPT_BYTES = 64 * 1024
@@ -29,6 +34,21 @@ KEPT_LINES = 500
 LINE_LIMIT = 16 * 1024 * 1024
 
 Complaint = Callable[[Path, OSError], None]
+
+
+def own_log_directory(settings: Settings) -> Path | None:
+    """Make this run's directory under --log-dir; None without the flag, or for no files at all."""
+    if settings.log_dir in (None, NO_FILES):
+        return None
+    prefix = statedir.file_name(settings.run_id) + "_"
+    try:
+        os.makedirs(str(settings.log_dir), exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=settings.log_dir)).absolute()
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {settings.log_dir}: cannot create a directory there: {error.strerror}",
+            code="E-LOG-DIR",
+        ) from error
 
 
 def round_directory(log_root: Path, round: int) -> Path:

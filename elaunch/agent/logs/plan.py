@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import os
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from msgspec import Struct
+
+from elaunch import env
+from elaunch.config import Settings
 
 STREAM_BITS = {"stdout": 1, "stderr": 2}
 
@@ -100,3 +103,23 @@ class LogPlan(Struct, frozen=True):
         if self.stdout_filters or self.stderr_filters:
             found.append("without log files there are no filtered files either")
         return found
+
+
+def plan_of_run(
+    settings: Settings,
+    log_root: Path | None,
+    environ: Mapping[str, str],
+    listener: Callable[[int], Callable[[bytes], None]] | None,
+) -> LogPlan:
+    """Return the plan that a run's flags make; ``log_root`` and ``listener`` as in LogPlan."""
+    return LogPlan(
+        log_root=log_root,
+        redirects=settings.redirects.of,
+        tee=settings.tee.of,
+        console_ranks=settings.local_ranks_filter,
+        stdout_filters=settings.duplicate_stdout_filters,
+        stderr_filters=settings.duplicate_stderr_filters,
+        prefix_template=settings.log_line_prefix_template or environ.get(env.LOG_PREFIX_TEMPLATE),
+        role=settings.role,
+        listener=listener,
+    )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.agent.context import RunContext
 from elaunch.agent.hangs.elsewhere import OtherNodes
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.nodes.status import StatusPublisher
@@ -25,7 +26,7 @@ from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.views import NodeViews
-from elaunch.agent.workers.group import GroupPlan, WorkerGroup
+from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
@@ -48,10 +49,11 @@ LEAVE_DEADLINE = 5.0
 
 
 def join(
-    plan: GroupPlan,
-    group: WorkerGroup,
-    say: Callable[[str], None],
+    context: RunContext,
     stack: contextlib.ExitStack,
+    group: WorkerGroup,
+    *,
+    say: Callable[[str], None],
     probe: str,
     saver: AgentSaver,
     hangs: HangWatch,
@@ -62,15 +64,15 @@ def join(
     ``say`` prints lines on stderr, ``probe`` is ``DirectoryProbe.nonce``. Raises ElaunchError where
     an address cannot be listened on.
     """
-    settings, own_addr, rendezvous = plan.settings, plan.own_addr, plan.settings.rendezvous
+    settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     key = _key_by_munge(settings.run_id, rendezvous, os.environ)
     opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
     opening.prepare()
     stack.callback(opening.close)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
-    search, rests = _search(plan, peers, saver.finishing)
-    post = _post(plan, peers, group)
+    search, rests = _search(context, peers, saver.finishing)
+    post = _post(context, peers, group)
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
     agreed = rules(settings, rendezvous, opening.hosts, killed_in)
@@ -82,7 +84,7 @@ def join(
     views.meet(peers)
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),
-        facts=facts(settings, plan.environ),
+        facts=facts(settings, context.environ),
         courier=peers.port,
         probe=probe,
     )
@@ -90,7 +92,7 @@ def join(
         meeting,
         first,
         say=say,
-        post=plan.post,
+        post=context.post,
         strict=rendezvous.strict_symmetry,
         rests=rests,
         port=group.open_endpoint,
@@ -110,18 +112,20 @@ def _key_of(opening: StoreOpener, run_id: str) -> bytes | None:
 
 
 def _search(
-    plan: GroupPlan, peers: Peers, finishing: DirectoryFinisher
+    context: RunContext, peers: Peers, finishing: DirectoryFinisher
 ) -> tuple[Callable[[Search], SearchResult], Callable[[bool], object]]:
     """Return the coordinator's search, and what gets whether nothing of a round is left here."""
-    settings, rendezvous = plan.settings, plan.settings.rendezvous
+    settings, rendezvous = context.settings, context.settings.rendezvous
     if not (settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path)):
-        return for_all_nodes(settings, plan.post, finishing), bool
+        return for_all_nodes(settings, context.post, finishing), bool
     assert rendezvous is not None  # a job of several nodes
     timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
     place = LocalDirectory(
         settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
     )
-    return LocalSearch(peers, timeout, plan.post, require=require), LocalCopies(peers, place).rests
+    return LocalSearch(peers, timeout, context.post, require=require), LocalCopies(
+        peers, place
+    ).rests
 
 
 def _key_by_munge(
@@ -147,10 +151,10 @@ def _store_opener(opening: StoreOpener, peers: Peers, group: WorkerGroup) -> Cal
     return open_store
 
 
-def _compiled(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> CompilerCache:
-    rendezvous = plan.settings.rendezvous
+def _compiled(context: RunContext, peers: Peers, group: WorkerGroup) -> CompilerCache:
+    rendezvous = context.settings.rendezvous
     has_password = rendezvous is not None and rendezvous.etcd.password is not None
-    caches = compiler_caches(plan.environ)
+    caches = compiler_caches(group.environ)
     return CompilerCache(
         peers,
         caches,
@@ -160,19 +164,19 @@ def _compiled(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> CompilerCach
     )
 
 
-def _post(plan: GroupPlan, peers: Peers, group: WorkerGroup) -> Callable[[News], None]:
+def _post(context: RunContext, peers: Peers, group: WorkerGroup) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
-    compiled = _compiled(plan, peers, group)
-    check = CheckpointCheck(plan.settings.checkpoint_dir)
+    compiled = _compiled(context, peers, group)
+    check = CheckpointCheck(context.settings.checkpoint_dir)
 
     def post(news: News) -> None:
         if isinstance(news, PlanSeen):  # here, since the coordinator's search needs it at once
             if problem := check.problem(news.plan):
-                plan.post(MeetingFailed(UsageError.exit_code, problem))
+                context.post(MeetingFailed(UsageError.exit_code, problem))
                 return
             peers.hear(news.plan, news.name)
             compiled.hear(news.plan, news.name)
-        plan.post(news)
+        context.post(news)
 
     return post
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import resource
 import string
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from signal import Signals
 
-from msgspec import Struct
-
 from elaunch import env
+from elaunch.agent.context import RunContext
 from elaunch.agent.logs import files
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.patience import bounded
@@ -27,6 +26,7 @@ from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
 from elaunch.agent.workers.storesocket import StoreEndpoint
+from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
 from elaunch.errors import UsageError
@@ -41,31 +41,22 @@ limits that elaunch was started with."""
 FLUSH_TIMEOUT = 2.0
 """Seconds for the log pump to read what dead workers left in their pipes."""
 
-
-class GroupPlan(Struct, frozen=True):
-    """What a worker group is made of; ``log_root`` holds ``attempt_<round>/<local_rank>/``.
-
-    ``own_addr`` is where the other nodes reach this one; None in a job of one node. ``temp`` is the
-    run's own directory for temporary files, which the server removes where this agent was killed.
-    """
-
-    settings: Settings
-    run_dir: RunDir
-    log_root: Path | None
-    environ: Mapping[str, str]
-    post: Callable[[events.Event], None]
-    own_addr: str | None = None
-    temp: str | None = None
+log = logging.getLogger("elaunch")
 
 
 class WorkerGroup:
     """Owns what the workers of all rounds are started with; ``nproc`` workers per round."""
 
-    def __init__(self, plan: GroupPlan, pump: LogPump) -> None:
-        settings = plan.settings
-        self._plan = plan
+    def __init__(self, context: RunContext, pump: LogPump) -> None:
+        settings = context.settings
+        self._context = context
+        self._settings = settings
         self._pump = pump
-        self.run_dir = plan.run_dir.path
+        self.run_dir = context.run_dir.path
+        self.environ = context.environ
+        """The variables that all workers have in common, from :meth:`open` on."""
+        self.own_addr = _own_addr(settings)
+        """Where the other nodes reach this one; None in a job of one node."""
         self._nproc = 0
         self._hello = ""
         self._key = os.urandom(32)
@@ -75,14 +66,35 @@ class WorkerGroup:
         """Whether a server here has imported what compiling takes, against no script's settings."""
         self.reaper = Reaper()
         self._open_files = _raise_limit()
-        self._endpoint = _endpoint(settings, plan.own_addr)
-        self._files_root = plan.log_root or plan.run_dir.logs
+        self._endpoint = _endpoint(settings, self.own_addr)
+        self._files_root = context.log_root or context.run_dir.logs
         self._forks = settings.start_method == "forkserver" and settings.mode != "command"
-        self._environ: Mapping[str, str] = plan.environ
+        self._temp: RunTemp | None = None
+        self._timers: Path | None = None
+        self._server_environ = self.environ
         self.server = self._new_server()
 
+    def open(self) -> None:
+        """Make what workers find in the file system, and bind their store's socket.
+
+        Raises UsageError where a port is in use, or no pipe can be made for timers.
+        """
+        settings, variables = self._settings, dict(self.environ)
+        try:
+            self._temp = RunTemp(settings.tmp, self.environ)
+            variables |= self._temp.variables
+        except OSError as error:
+            log.warning(
+                "no directory for temporary files can be made: %s; the workers share one", error
+            )
+        if settings.file_timer:
+            self._timers = _make_timers_pipe(settings, self._context.run_dir)
+            variables[env.TIMER_FILE] = str(self._timers)
+        self.environ = variables
+        self.open_endpoint()
+
     def _new_server(self) -> WorkerServer:
-        settings = self._plan.settings
+        settings = self._settings
         words = [settings.interpreter, settings.entrypoint, *settings.args]
         has_checkpoint = settings.checkpoint_dir is not None or settings.init_from is not None
         longest_checkpoint = 4096 if has_checkpoint else 0
@@ -95,13 +107,13 @@ class WorkerGroup:
             import_path=_import_path(settings),
             open_files=self._open_files,
             title_room=sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint,
-            environ=self._environ,
-            temp=self._plan.temp,
-            timer_file=self._environ.get(env.TIMER_FILE) if settings.file_timer else None,
+            environ=self._server_environ,
+            temp=None if self._temp is None else self._temp.path,
+            timer_file=None if self._timers is None else str(self._timers),
             numa_binding=settings.numa_binding,
             nproc=self._nproc,
         )
-        return WorkerServer(plan, self._plan.post, self.reaper)
+        return WorkerServer(plan, self._context.post, self.reaper)
 
     def prepare(self, nproc: int | None) -> None:
         """Start the server for so many workers; None: it counts them first (DevicesCounted).
@@ -110,8 +122,8 @@ class WorkerGroup:
         """
         self._nproc = nproc or 0
         check_open_files(self._nproc)
-        plan = self._plan
-        self._environ = {**plan.environ, **env.default_omp_threads(plan.environ, nproc or 2)}
+        threads = env.default_omp_threads(self.environ, nproc or 2)
+        self._server_environ = {**self.environ, **threads}
         self._start_server()
 
     def _settle(self, nproc: int) -> None:
@@ -120,8 +132,8 @@ class WorkerGroup:
         A server that has imported torch with another number of threads than a worker is to have is
         replaced.
         """
-        threads = env.default_omp_threads(self._plan.environ, nproc)
-        if self._environ != {**self._plan.environ, **threads}:
+        threads = env.default_omp_threads(self.environ, nproc)
+        if self._server_environ != {**self.environ, **threads}:
             self.server.close()
             self.prepare(nproc)
             return
@@ -129,7 +141,7 @@ class WorkerGroup:
         check_open_files(nproc)
 
     def _start_server(self) -> None:
-        settings = self._plan.settings
+        settings = self._settings
         self.server = self._new_server()
         self.server.start()
         if not self._nproc:
@@ -190,7 +202,7 @@ class WorkerGroup:
         """Start all workers of a round; a server that was lost is replaced first."""
         if not self.server.pid:
             self._start_server()
-        settings = self._plan.settings
+        settings = self._settings
         if start.place.node_rank == 0:
             self._host_store(start.round)
         facts = self._facts(start)
@@ -198,12 +210,12 @@ class WorkerGroup:
         args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
         ranks = {local_rank: start.first_rank + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
-        if self._plan.log_root is None:
+        if self._context.log_root is None:
             make = partial(files.make_directories, self._files_root, start.round, list(ranks))
             bounded(make, None, f"cannot make a directory for error files in {self._files_root}")
         for local_rank, (stdout, stderr) in channels.items():
             error_file = str(self._error_file(start.round, local_rank))
-            variables = env.worker_environment(facts, local_rank, error_file, self._environ)
+            variables = env.worker_environment(facts, local_rank, error_file, self._server_environ)
             variables |= sockets
             if settings.hang_timeout is not None:
                 variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
@@ -223,7 +235,7 @@ class WorkerGroup:
             os.close(stderr)
 
     def _facts(self, start: Round) -> env.RoundFacts:
-        settings = self._plan.settings
+        settings = self._settings
         checkpoint = start.checkpoint or settings.init_from
         place, plan = start.place, start.plan
         master_addr, master_port = self._endpoint.host, self._endpoint.port
@@ -239,7 +251,7 @@ class WorkerGroup:
             place=place,
             master_addr=master_addr,
             master_port=master_port,
-            agent_socket=str(self._plan.run_dir.socket),
+            agent_socket=str(self._context.run_dir.socket),
             resume_from="" if checkpoint is None else str(checkpoint.path),
             resume_step="" if checkpoint is None else str(checkpoint.step),
             # "1" makes rank 0 try to host and torch's own fallback make it a client where that
@@ -258,7 +270,7 @@ class WorkerGroup:
         from elaunch.agent.workers import interface
 
         others = [addr for node, addr in enumerate(place.addrs) if node != place.node_rank]
-        return interface.variables(place.addrs[place.node_rank], others, self._environ)
+        return interface.variables(place.addrs[place.node_rank], others, self._server_environ)
 
     def _channel_key(self, start: Round) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.
@@ -266,16 +278,16 @@ class WorkerGroup:
         Nodes share nothing that others could not read but the secret of --rdzv-secret-file, of
         mpirun or by MUNGE, and, behind a password of etcd, the job's incarnation id.
         """
-        meeting = self._plan.settings.rendezvous
-        if meeting is None:
+        rendezvous = self._settings.rendezvous
+        if rendezvous is None:
             return self._key.hex()
         secret = self.secret
-        if secret is None and meeting.etcd.password is not None and start.plan is not None:
+        if secret is None and rendezvous.etcd.password is not None and start.plan is not None:
             secret = start.plan.job.encode()
         if not secret:
             return ""
-        told = f"workers of {self._plan.settings.run_id}, round {start.round}".encode()
-        return hmac.new(secret, told, "sha256").hexdigest()
+        whose = f"workers of {self._settings.run_id}, round {start.round}".encode()
+        return hmac.new(secret, whose, "sha256").hexdigest()
 
     def _error_file(self, round_number: int, local_rank: int) -> Path:
         attempt = files.round_directory(self._files_root, round_number).absolute()
@@ -299,7 +311,7 @@ class WorkerGroup:
         A Python worker's helpers (DataLoader workers) are its own to end; a command is often a
         shell around the program that has to save.
         """
-        group = self._plan.settings.mode == "command"
+        group = self._settings.mode == "command"
         self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
 
     def see(self, turn: Turn) -> None:
@@ -316,18 +328,44 @@ class WorkerGroup:
         self.server.send({"op": "compile_ahead"})
 
     def close(self) -> None:
-        """End the server with all that is below it, and let the store's address go."""
+        """End the server with all that is below it, and let go of what the workers found here."""
         self.server.close()
         self._endpoint.close()
+        if self._timers is not None:
+            self._timers.unlink(missing_ok=True)
+        if self._temp is not None and (left := self._temp.close()) is not None:
+            log.warning("the workers left files in their TMPDIR, %s", left)
+
+
+def _own_addr(settings: Settings) -> str | None:
+    if settings.rendezvous is None:
+        return None
+    from elaunch.config.rendezvous import own_address
+
+    return own_address(settings.rendezvous)
 
 
 def _endpoint(settings: Settings, own_addr: str | None) -> StoreEndpoint:
-    meeting = settings.rendezvous
-    if meeting is None or own_addr is None:
+    rendezvous = settings.rendezvous
+    if rendezvous is None or own_addr is None:
         return StoreEndpoint(settings.master_addr, settings.master_port)
-    if meeting.backend == "static" and meeting.is_host:
-        return StoreEndpoint(*meeting.endpoints[0], for_nodes=True)
+    if rendezvous.backend == "static" and rendezvous.is_host:
+        return StoreEndpoint(*rendezvous.endpoints[0], for_nodes=True)
     return StoreEndpoint(own_addr, None, for_nodes=True)
+
+
+def _make_timers_pipe(settings: Settings, run_dir: RunDir) -> Path:
+    """Make the pipe for torch.distributed.elastic.timer; raises UsageError."""
+    path = settings.timer_file or run_dir.timers
+    try:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"{env.TIMER_FILE}: no named pipe can be made at {str(path)!r}: {error.strerror}; "
+            "name a path on a local file system"
+        ) from error
+    return path
 
 
 def _preloaded(settings: Settings, later: bool) -> tuple[str, ...]:

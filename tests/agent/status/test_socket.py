@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent import requests
+from elaunch.agent import frontends
 from elaunch.agent.policy import events
 from elaunch.agent.status import socket as control
 from elaunch.agent.status.socket import (
@@ -292,8 +292,10 @@ def test_a_loop_that_is_busy_has_accepted(tmp_path: Path) -> None:
     inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     status_record: Any = SimpleNamespace(snapshot=lambda: {"exit_code": code[0]})
     code: list[int | None] = [None]
-    assert control.CLIENT_DEADLINE_S != requests.LOOP_PATIENCE < ANSWER_S
-    server = ControlSocket(tmp_path / "sock", dict, partial(requests.preempt, inbox, status_record))
+    assert control.CLIENT_DEADLINE_S != frontends.LOOP_PATIENCE < ANSWER_S
+    server = ControlSocket(
+        tmp_path / "sock", dict, partial(frontends.preempt, inbox.put, status_record)
+    )
     server.start()
     try:
         answer = ask(tmp_path / "sock", {"op": "preempt", "reason": "drain"}, ANSWER_S)
