@@ -21,38 +21,53 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.text import block
 
 COMMANDS = {
-    "run": ("elaunch.cli.run", "Start a script on every worker and keep it running."),
+    "run": ("elaunch.cli.run", "Start a script on every worker, and restart it when one fails."),
     "logs": (
         "elaunch.cli.views.logs",
-        "Show or follow the output of a run, of all ranks or of some.",
+        "Show or follow the output of a run, by rank, node or text.",
     ),
     "stacks": (
         "elaunch.cli.views.stacks",
-        "Show where all ranks of a running job are, outliers first.",
+        "Show the stacks of all ranks of a running job, outliers first.",
     ),
     "profile": ("elaunch.cli.views.stacks", "Write a flame graph of one rank of a running job."),
     "debug": ("elaunch.cli.debug", "Run pdb in one rank of a running job."),
-    "stop": ("elaunch.cli.stop", "End a running job, as SIGTERM to its agent does."),
+    "stop": ("elaunch.cli.stop", "End a running job."),
     "restart": (
         "elaunch.cli.stop",
-        "End the round of a running job, and begin the next one.",
+        "Restart a running job from its newest checkpoint.",
     ),
-    "preempt": ("elaunch.cli.stop", "Ask a running job to save and to end, to be continued."),
-    "runs": ("elaunch.cli.views.status", "List running and recent jobs of this machine."),
-    "status": ("elaunch.cli.views.status", "Show running and recent jobs, here or on all nodes."),
-    "top": ("elaunch.cli.views.top", "Watch a job as a tree of nodes and ranks, worst first."),
-    "why": ("elaunch.cli.views.why", "Show why a run has failed, who caused it, and what to do."),
+    "preempt": ("elaunch.cli.stop", "Ask a running job to save and end, to be continued later."),
+    "runs": ("elaunch.cli.views.status", "List the running and recent jobs of this machine."),
+    "status": (
+        "elaunch.cli.views.status",
+        "Show one job, of this machine or on all its nodes, or list all.",
+    ),
+    "top": ("elaunch.cli.views.top", "Watch a job as a tree of nodes and ranks, the worst first."),
+    "why": (
+        "elaunch.cli.views.why",
+        "Show why a run failed, which rank caused it, and what to do.",
+    ),
     "explain": (
         "elaunch.cli.views.why",
-        "Say what a code of a failure report means, and what to do.",
+        "Explain a code such as E-SHM-FULL, and what to do.",
     ),
-    "metrics": ("elaunch.cli.views.metrics", "Show what a run's script has reported."),
-    "dashboard": ("elaunch.cli.views.dashboard", "Show runs as a page in the browser."),
-    "otlp": ("elaunch.cli.views.otlp", "Send how runs stand to an OpenTelemetry collector."),
-    "checkpoints": ("elaunch.cli.checkpoints", "List, verify, pin, remove, convert checkpoints."),
+    "metrics": ("elaunch.cli.views.metrics", "Show the metrics that a run's script has reported."),
+    "dashboard": ("elaunch.cli.views.dashboard", "Show runs in the browser."),
+    "otlp": (
+        "elaunch.cli.views.otlp",
+        "Send metrics and traces of runs to an OpenTelemetry collector.",
+    ),
+    "checkpoints": (
+        "elaunch.cli.checkpoints",
+        "List, verify, pin, remove and convert checkpoints.",
+    ),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
-    "manifest": ("elaunch.cli.manifest", "Print a file for Slurm, Kubernetes or Kubeflow."),
-    "wrap": ("elaunch.cli.wrap", "Run a command as one rank of mpirun's or srun's job."),
+    "manifest": (
+        "elaunch.cli.manifest",
+        "Print a job file for Slurm, Kubernetes, JobSet or Kubeflow.",
+    ),
+    "wrap": ("elaunch.cli.wrap", "Run a command as one rank of a job of mpirun or srun."),
     "man": ("elaunch.cli.completion", "Print the manual page: elaunch man | man -l -"),
 }
 

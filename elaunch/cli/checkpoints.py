@@ -48,8 +48,8 @@ FAILED = 1
 def checkpoints() -> None:
     """List, verify, pin, remove and convert checkpoints.
 
-    RUN_OR_DIR is a checkpoint directory, a URL, or a run of this machine, whose record knows where
-    it saves. A NAME is as `ls` shows it, a step (120), latest, or the beginning of a uuid.
+    RUN_OR_DIR is a checkpoint directory, a URL, or a run of this machine. NAME is a name as `ls`
+    shows it, a step (120), latest, or the beginning of a uuid.
     """
 
 
@@ -80,7 +80,7 @@ def _opened(
 
 _where = click.argument("where", metavar="RUN_OR_DIR")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/checkpoints.md).")
-_force = click.option("--force", is_flag=True, help="Do it all the same.")
+_force = click.option("--force", is_flag=True, help="Do it in spite of that.")
 
 
 @checkpoints.command("ls")
@@ -88,9 +88,9 @@ _force = click.option("--force", is_flag=True, help="Do it all the same.")
 @_json
 @_opened
 def ls(there: Listing, _: str, as_json: bool) -> int | None:
-    """List the checkpoints from old to new, those in quarantine with the reason.
+    """List checkpoints, the oldest first.
 
-    The files are not read: `verify` does that.
+    Those in quarantine are shown with the reason. Files are not read: `verify` does that.
     """
     from elaunch.monitor.checkpointview import document, list_page
 
@@ -109,7 +109,7 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 @_json
 @_opened
 def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
-    """Say all about one checkpoint: who wrote it, its metadata, metrics and files."""
+    """Show one checkpoint: its run and hosts, metadata, metrics and files."""
     from elaunch.monitor.checkpointtarget import pick
     from elaunch.monitor.checkpointview import entry_document, show_page
 
@@ -128,10 +128,10 @@ def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int |
 @_json
 @_opened
 def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) -> int:
-    """Read checkpoints whole, all of them without a NAME; 1 if any is damaged.
+    """Read checkpoints and find damage; without a NAME, all of them.
 
-    In elaunch's own layout a missing file, a truncation and a flipped bit are found. Other formats
-    have no checksums: what their headers tell is compared.
+    The exit code is 1 if one is damaged. In elaunch's own layout this finds a missing file, a
+    truncation and a flipped bit. Other formats have no checksums: their headers are compared.
     """
     from elaunch.monitor.checkpointtarget import choose
     from elaunch.monitor.checkpointview import problem_of, verdict_page
@@ -161,8 +161,8 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
 def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | None:
     """Remove checkpoints in elaunch's own layout.
 
-    Not the newest, a pinned one, or one that a living run has resumed from or reads, without
-    --force.
+    Without --force, the newest, pinned ones, and those that a living run has resumed from or reads
+    are refused.
     """
     from elaunch.checkpoint.retention import readers, shelves
     from elaunch.monitor.checkpointtarget import choose
@@ -212,7 +212,7 @@ def _check_removal(there: Listing, entry: ListedCheckpoint, force: bool) -> None
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_opened
 def pin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
-    """Keep checkpoints from retention (--checkpoint-keep-…), until they are unpinned."""
+    """Protect checkpoints from retention (--checkpoint-keep-…) until they are unpinned."""
     _set_pins(there, names, True)
     return None
 
@@ -222,7 +222,7 @@ def pin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_opened
 def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
-    """Let retention decide about checkpoints again."""
+    """Let retention remove checkpoints again."""
     _set_pins(there, names, False)
     return None
 
@@ -246,15 +246,15 @@ def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
 @click.argument("name")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @_force
-@click.option("--trust", is_flag=True, help="Read a checkpoint that runs code when it is read.")
+@click.option("--trust", is_flag=True, help="Allow a checkpoint that runs code when it is read.")
 @_opened
 def export(
     there: Listing, _: str, name: str, file: Path, *, force: bool, trust: bool
 ) -> int | None:
-    """Write one checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
+    """Convert a checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
 
-    --force replaces a FILE that is there; of a link, what it leads to. Needs torch, and the memory
-    for all of it.
+    --force replaces an existing FILE; of a link, the file that it leads to. This needs torch, and
+    memory for the whole checkpoint.
     """
     from elaunch.checkpoint.retention import readers
     from elaunch.monitor.checkpointtarget import pick
@@ -295,15 +295,21 @@ def _target(file: Path, force: bool) -> Path:
 @checkpoints.command("import")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("directory", metavar="DIR")
-@click.option("--step", type=click.IntRange(min=0), required=True, help="Its step.", metavar="N")
 @click.option(
-    "--run-id", "--rdzv-id", "run_id", metavar="ID", help="The run that it is for.  [DIR's own]"
+    "--step", type=click.IntRange(min=0), required=True, help="Step of the checkpoint.", metavar="N"
 )
-@click.option("--trust", is_flag=True, help="Read a FILE that runs code when it is read.")
+@click.option(
+    "--run-id",
+    "--rdzv-id",
+    "run_id",
+    metavar="ID",
+    help="Run that it belongs to.  [default: DIR's own]",
+)
+@click.option("--trust", is_flag=True, help="Allow a FILE that runs code when it is read.")
 def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bool) -> int:
-    """Make a committed checkpoint in DIR of one FILE of torch.save.
+    """Convert one FILE of torch.save to a committed checkpoint in DIR.
 
-    A run that is given its id by --rdzv-id resumes from its own checkpoints only: give that id.
+    A run that is started with --rdzv-id resumes only from its own checkpoints: give that id.
     """
     from elaunch.checkpoint.search.places import parse_place
     from elaunch.training.checkpoint.dcp.convert import import_file

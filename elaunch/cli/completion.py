@@ -214,8 +214,8 @@ FLAG = Flag(
 def man() -> None:
     """Print the manual page, in the language of man(7).
 
-    `elaunch man | man -l -` shows it. After `elaunch man > ~/.local/share/man/man1/elaunch.1`,
-    `man elaunch` does.
+    `elaunch man | man -l -` shows it. `elaunch man > ~/.local/share/man/man1/elaunch.1` installs it
+    for `man elaunch`.
     """
     click.echo(page(), nl=False)
 

@@ -39,14 +39,14 @@ CHUNK: Final = 1 << 16
 @click.command("debug")
 @click.argument("run", metavar="RUN")
 @click.option(
-    "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="In this rank."
+    "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="Rank to debug."
 )
 def debug(run: str, rank: int) -> int:
     """Run pdb in one rank of RUN, where its main thread is now.
 
-    The rank stops, and with it those that wait for it; none counts as hanging meanwhile. `c`, `q`,
-    Ctrl-D and the end of this command let it go on. RUN is a run id of this machine, or the
-    beginning of one; the rank must be one of this node.
+    The rank stops, and so do the ranks that wait for it; none of them counts as hanging. `c`, `q`,
+    Ctrl-D and the end of this command let it go on. The rank must run on this node. RUN is a run id
+    of this machine, or the beginning of one.
     """
     from elaunch.monitor.nodeviews import answer_of
     from elaunch.runs import directory

@@ -19,9 +19,9 @@ README = "README.md"
 @click.group("examples", invoke_without_command=True)
 @click.pass_context
 def examples(ctx: click.Context) -> None:
-    """List the examples that are installed with elaunch; show or copy them.
+    """List, show or copy the examples that are installed with elaunch.
 
-    Without a command: their names, and what each shows.
+    Without a command, list their names and what each shows.
     """
     if ctx.invoked_subcommand is None:
         names = installed()
@@ -42,9 +42,10 @@ def show(name: str) -> None:
 @click.argument("words", nargs=-1, metavar="[NAME]... [DIR]")
 @click.option("--force", is_flag=True, help="Overwrite files that are there.")
 def copy(words: tuple[str, ...], force: bool) -> None:
-    """Copy examples to DIR, by default to the current directory; all of them without a NAME.
+    """Copy examples to DIR; without a NAME, all of them.
 
-    DIR is made if it has a slash in it (./mine). What an example imports of the others comes along.
+    DIR is the current directory by default, and is made if it has a slash in it (./mine). Examples
+    that a copied one imports are copied, too.
     """
     directory, names = Path("."), list(words)
     if names and (os.sep in names[-1] or Path(names[-1]).is_dir()):

@@ -432,34 +432,41 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )
-@click.option("--image", default="", metavar="IMAGE", help="Image of the pods; not for slurm.")
-@click.option("--gpus", type=click.IntRange(0), default=0, metavar="N", help="GPUs of a node.")
+@click.option(
+    "--image",
+    default="",
+    metavar="IMAGE",
+    help="Image of the pods, with elaunch and the script; not for slurm.",
+)
+@click.option(
+    "--gpus", type=click.IntRange(0), default=0, metavar="N", help="Number of GPUs of each node."
+)
 @click.option(
     *("--time", "limit"),
     callback=_seconds,
     default="0",
     metavar="DURATION",
-    help="Time limit, as in 30m, 4h, 2d.  [default: none]",
+    help="Time limit of the job, as in 30m, 4h, 2d.  [default: none]",
 )
 @click.option(
     "--lead",
     callback=_seconds,
     default="2m",
     metavar="DURATION",
-    help="From the request to save to the end.  [default: 2m]",
+    help="Time from the request to save to the end.  [default: 2m]",
 )
 @click.option(
     "--claim",
     default="",
     metavar="NAME",
-    help="PersistentVolumeClaim that is mounted at --checkpoint-dir; not for slurm.",
+    help="PersistentVolumeClaim to mount at --checkpoint-dir; not for slurm.",
 )
 @click.argument("target", metavar="|".join(TARGETS), type=click.Choice(list(TARGETS)))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RUN FLAGS] SCRIPT [ARGS]...")
 def manifest(target: str, words: tuple[str, ...], **given: Any) -> None:
-    """Print a file for a scheduler that starts what `elaunch run` would.
+    """Print a scheduler's file that starts what `elaunch run` would.
 
-    What follows the target are the flags of `elaunch run`, the script and its arguments.
+    After the target come the flags of `elaunch run`, the script and its arguments.
     """
     image, claim = given["image"], given["claim"]
     if target == "slurm" and (image or claim):

@@ -202,7 +202,7 @@ class _RunCommand(click.Command):
 
 
 _HELP_FLAGS = (
-    ("-h, --help", "Show the flags that are used most."),
+    ("-h, --help", "Show the flags that most jobs need."),
     (HELP_ALL, f"Show all {len(FLAGS)} flags, in groups."),
 )
 
@@ -252,9 +252,9 @@ def _start(line: Line) -> int:
 run = _RunCommand(
     "run",
     callback=_start,
-    help="Start SCRIPT once for each worker, supervise the workers, and restart them from the "
+    help="Start SCRIPT once per worker, watch the workers, and restart all of them from the "
     "newest checkpoint when one fails.\n\nEvery flag is also a variable (ELAUNCH_MAX_RESTARTS, "
-    "PET_MAX_RESTARTS) and a key of a job file (max_restarts); '_' may stand for '-', and a "
-    "flag may be cut short.",
+    "PET_MAX_RESTARTS) and a key of a job file (max_restarts). '_' may stand for '-', and a "
+    "flag may be shortened.",
     context_settings={"help_option_names": ["-h", HELP]},
 )

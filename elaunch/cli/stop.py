@@ -22,14 +22,14 @@ TIMED_OUT: Final = 1
     "--timeout",
     type=click.FloatRange(min=0.0),
     metavar="SECONDS",
-    help="How long to wait for its end; 0: not at all.  [default: without a limit]",
+    help="Seconds to wait for its end; 0: do not wait.  [default: no limit]",
 )
 def stop(run: str, timeout: float | None) -> int:
-    """End the job RUN on this node, as SIGTERM to its agent does, and wait for its end.
+    """End the job RUN on this node, and wait for its end.
 
-    Workers that ask should_preempt() save first. A second `elaunch stop` meanwhile ends the grace
-    of --shutdown-timeout. RUN is a run id of this machine, or the beginning of one; of several
-    nodes this one leaves the job.
+    The agent gets SIGTERM. Workers that ask should_preempt() save first. A second `elaunch stop`
+    meanwhile kills the workers at once. Of a job on several nodes, this node leaves. RUN is a run
+    id of this machine, or the beginning of one.
     """
     from elaunch.monitor import nodeviews
     from elaunch.runs import directory
@@ -71,22 +71,22 @@ def _asked(run: str, request: dict[str, object], verb: str) -> None:
     default="elaunch preempt",
     show_default=True,
     metavar="TEXT",
-    help="What the script, the log and the record call it.",
+    help="Reason that the script, the log and the record show.",
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(min=0.0, max=MOST_SECONDS),
     metavar="SECONDS",
-    help="How long the platform leaves the job; it counts where RUN has workers on this node.  "
+    help="Seconds that the platform leaves the job; only where RUN has workers on this node.  "
     "[default: its --shutdown-timeout]",
 )
 def preempt(run: str, reason: str, deadline: float | None) -> None:
-    """Ask the workers of RUN to save and to end.
+    """Ask the workers of RUN to save and end.
 
-    Their script learns of it by ctx.preempt.should_preempt(), on all ranks and nodes at the same
-    call. When all have ended with 0, the run is PREEMPTED and its command ends with 75; who has not
-    by the deadline is killed. RUN is a run id of this machine, or the beginning of one; one node of
-    several is enough.
+    The script learns of it by ctx.preempt.should_preempt(), on all ranks and nodes at the same
+    call. When all workers have ended with 0, the run is PREEMPTED and its command ends with 75.
+    Workers that still run at the deadline are killed. RUN is a run id of this machine, or the
+    beginning of one; any node of the job will do.
     """
     request: dict[str, object] = {"op": "preempt", "reason": reason}
     if deadline is not None:
@@ -101,13 +101,14 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
     default="elaunch restart",
     show_default=True,
     metavar="TEXT",
-    help="What the script, the log and the record call it.",
+    help="Reason that the script, the log and the record show.",
 )
 def restart(run: str, reason: str) -> None:
-    """End the round of RUN on all its nodes; the next one begins from the newest checkpoint.
+    """Restart RUN on all its nodes from the newest checkpoint.
 
-    That is no failure, and uses no restart of --max-restarts. Workers that ask should_preempt()
-    save first, all others get SIGTERM; who has not ended after --shutdown-timeout is killed. RUN is
-    a run id of this machine, or the beginning of one; one node of several is enough.
+    The round ends, and the next one begins; it counts as no failure and uses up no restart of
+    --max-restarts. Workers that ask should_preempt() save first; others get SIGTERM. Workers that
+    still run after --shutdown-timeout are killed. RUN is a run id of this machine, or the beginning
+    of one; any node of the job will do.
     """
     _asked(run, {"op": "restart", "reason": reason}, "restart")

@@ -16,20 +16,22 @@ from elaunch.config.flags.table import TABLE
 from elaunch.errors import UsageError
 
 _SHARED = (
-    replace(TABLE["role"], help="Role of the ranks: ROLE_NAME and the prefix of their lines."),
+    replace(
+        TABLE["role"], help="Name of the ranks' role, for ROLE_NAME and the prefix of their lines."
+    ),
     replace(
         TABLE["shutdown-timeout"],
-        help="Time from SIGTERM to SIGKILL when a signal ends the command.",
+        help="Seconds from SIGTERM to SIGKILL when a signal ends the command.",
     ),
     replace(
         TABLE["log-dir"],
-        help="Where the log files of all ranks go, by rank (default: no files).",
+        help="Directory of the log files, by rank (default: no files).",
     ),
     TABLE["redirects"],
     replace(
         TABLE["tee"],
         default="3",
-        help="Streams that are shown with the rank before each line.",
+        help="Streams whose lines are shown with the rank: 0 none, 1 stdout, 2 stderr, 3 both.",
     ),
 )
 WRAP_FLAGS = (
@@ -37,19 +39,19 @@ WRAP_FLAGS = (
         "rank-env",
         Kind(values.label, "NAME[,NAME]", "names of variables, by comma, or a number"),
         None,
-        "Variables that hold the rank, the first that is set counts; or the rank itself.",
+        "Variables that hold the rank, of which the first that is set counts; or the rank itself.",
     ),
     Flag(
         "master-addr",
         Kind(values.label, "HOST", "a host name or an address"),
         None,
-        "Where rank 0 is (default: MASTER_ADDR, one node, or Slurm's first host).",
+        "Address of rank 0 (default: MASTER_ADDR, 127.0.0.1 on one node, Slurm's first host).",
     ),
     Flag(
         "master-port",
         Kind(values.whole(1, 65535), "PORT", "1 to 65535"),
         None,
-        "Port on which rank 0 hosts the store (default: MASTER_PORT, or made of the job's id).",
+        "Port where rank 0 hosts the store (default: MASTER_PORT, or derived from the job's id).",
     ),
     *_SHARED,
 )
@@ -88,9 +90,9 @@ wrap = click.Command(
     params=_options(),
     callback=_start,
     help="Run COMMAND as one rank of a job that mpirun, srun or another launcher started.\n\n"
-    "The rank comes from the launcher's variables. COMMAND finds torchrun's variables set, its "
-    "lines are shown with the rank, signals are passed on to it, nothing of it outlives the "
-    "wrapper, and its exit code is the wrapper's.",
+    "The rank comes from the launcher's variables. COMMAND finds torchrun's variables. Its lines "
+    "are shown with the rank, and signals are passed on to it. The wrapper ends with its exit "
+    "code, and leaves no process behind.",
     options_metavar="[OPTIONS] [--]",
     context_settings={
         "help_option_names": ["-h", "--help"],

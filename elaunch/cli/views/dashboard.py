@@ -12,22 +12,30 @@ from elaunch.endings import INTERRUPTED
 @click.command("dashboard")
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option(
-    "--host", default="127.0.0.1", metavar="ADDRESS", help="Listen here.  [default: 127.0.0.1]"
+    "--host",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="Address to listen on.  [default: 127.0.0.1]",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Of this port; 0 for any free one.  [default: 8642, or a free one]",
+    help="Port to listen on; 0: a free one.  [default: 8642, or a free one]",
 )
-@click.option("--token", is_flag=True, help="Ask for a token on loopback too, for other users.")
 @click.option(
-    "--allow-host", multiple=True, metavar="NAME", help="A name that a proxy calls it by."
+    "--token", is_flag=True, help="Ask for a token on loopback, too, so that other users may look."
+)
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="Host name that a proxy uses for it; may be given again.",
 )
 @click.option(
     "--allow-control",
     is_flag=True,
-    help="Let the page of a run stop it, preempt it, and restart its round.",
+    help="Add buttons that restart, preempt and stop a run.",
 )
 def dashboard(
     run: str | None,
@@ -37,10 +45,10 @@ def dashboard(
     allow_host: tuple[str, ...],
     allow_control: bool,
 ) -> int:
-    """Show the runs of this user on this machine in the browser, or begin with one RUN.
+    """Show the runs of this user on this machine in the browser; RUN is shown first.
 
-    The address is printed. Without --allow-control nothing can be changed through it. At another
-    address than loopback it asks for a token, which is in the address that is printed.
+    The command prints the address. Without --allow-control the pages change nothing. At an address
+    other than loopback they ask for a token, which is part of the printed address.
     """
     from elaunch.dashboard import serving
     from elaunch.runs.directory import find

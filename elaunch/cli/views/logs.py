@@ -15,22 +15,24 @@ from elaunch.errors import UsageError
 
 @click.command("logs")
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--rank", metavar="RANKS", help="Only these: 3,7-9. Of one rank alone the bytes.")
-@click.option("--node", metavar="NODE", help="Only this node: its rank or its host.")
+@click.option(
+    "--rank", metavar="RANKS", help="Only these ranks, as in 3,7-9; of one rank, its exact bytes."
+)
+@click.option("--node", metavar="NODE", help="Only this node, by its rank or host.")
 @click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Only this round.")
 @click.option(
     "--stream",
     type=click.Choice(["stdout", "stderr"]),
-    help="Only this one.  [default: both]",
+    help="Only this stream.  [default: both]",
 )
 @click.option(
-    "--since", metavar="WHEN", help="Only what came since: 90s, 10m, 3h ago, or a date and time."
+    "--since", metavar="WHEN", help="Only lines since 90s, 10m or 3h ago, or since a date and time."
 )
 @click.option("--grep", metavar="REGEX", help="Only lines in which this is found.")
 @click.option(
-    "-f", "--follow", is_flag=True, help="Go on until the run ends; Ctrl-C only stops it."
+    "-f", "--follow", is_flag=True, help="Follow until the run ends; Ctrl-C ends only this command."
 )
-@click.option("--dirs", is_flag=True, help="Print the directories of the log files by rank.")
+@click.option("--dirs", is_flag=True, help="Print the directories of the log files, by rank.")
 def logs(
     run: str | None,
     rank: str | None,
@@ -42,10 +44,10 @@ def logs(
 ) -> int:
     """Show what the workers of RUN have written, in the order in which it came.
 
-    With one --rank: exactly the bytes of that rank, its stdout to stdout and its stderr to stderr.
-    Else whole lines, each with its rank; of a detached run, without a choice, what its agent has
-    shown. RUN is a run id of this machine, or the beginning of one, or a run directory; without it
-    the newest run.
+    Each line is shown with its rank. With one --rank the output is exactly that rank's bytes, its
+    stdout on stdout and its stderr on stderr. Without options, a detached run shows what would have
+    been on its terminal. RUN is a run id of this machine, the beginning of one, or a run directory;
+    without it, the newest run.
     """
     from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of, parse_ranks
     from elaunch.monitor.logfiles import follow_console as console

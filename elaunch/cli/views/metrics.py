@@ -25,14 +25,18 @@ TERMINAL_ROWS: Final = 100
 )
 @click.argument("run", metavar="RUN")
 @click.option("--group", metavar="NAME", help="Only this group: training, validation, …")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only what this rank said.")
-@click.option("--all", "everything", is_flag=True, help="Superseded rows too, marked as such.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object in each line.")
-@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Only what this rank reported."
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="Show superseded rows, too, marked as such."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 def metrics(
     run: str, group: str | None, rank: int | None, everything: bool, as_json: bool, as_csv: bool
 ) -> None:
-    """Show the metrics of a RUN by steps_completed and rank.
+    """Show the metrics of RUN by step and rank.
 
     RUN is a run id, the beginning of one, or a run directory. A run that was started several times
     under one id is shown as one: rows that a later start or round did again are left out.

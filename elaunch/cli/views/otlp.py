@@ -13,10 +13,10 @@ from elaunch.errors import UsageError
 @click.command("otlp")
 @click.argument("run", required=False, metavar="[RUN]")
 def otlp(run: str | None) -> int:
-    """Send how the runs of this user on this machine stand to an OpenTelemetry collector.
+    """Send metrics and traces of this user's runs on this machine to an OpenTelemetry collector.
 
-    Metrics, and a trace of each run with a span for each round; until Ctrl-C, or until RUN has
-    ended. OTEL_EXPORTER_OTLP_ENDPOINT and the other standard variables say where to.
+    A trace is one run, with a span for each round. The command sends until Ctrl-C, or until RUN has
+    ended. OTEL_EXPORTER_OTLP_ENDPOINT and the other standard variables name the collector.
     """
     from elaunch.runs.directory import find
 

@@ -23,14 +23,17 @@ SILENT = 69
 
 @click.command("stacks")
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--native", is_flag=True, help="Frames of C and C++, too (py-spy).")
-@click.option("--locals", "values", is_flag=True, help="The frames' variables, too (py-spy).")
+@click.option("--native", is_flag=True, help="Show frames of C and C++, too; needs py-spy.")
+@click.option(
+    "--locals", "values", is_flag=True, help="Show the variables of the frames, too; needs py-spy."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
 def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
-    """Show the Python stacks of all ranks of RUN, on all its nodes, and change nothing.
+    """Show the Python stacks of all ranks of RUN, on all its nodes.
 
-    Ranks whose main threads are at the same place are one group; the smallest groups come first.
-    RUN is a run id of this machine, or the beginning of one; without it the newest run.
+    The job goes on undisturbed. Ranks whose main threads are at the same place are one group; the
+    smallest groups come first. RUN is a run id of this machine, or the beginning of one; without
+    it, the newest run.
     """
     from elaunch.monitor.nodeviews import stacks_of
     from elaunch.runs import directory
@@ -49,20 +52,20 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
 @click.argument("run", metavar="RUN")
 @click.argument("duration", default="10s", metavar="[DURATION]")
 @click.option(
-    "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="Of this rank."
+    "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="Rank to profile."
 )
-@click.option("--native", is_flag=True, help="Frames of C and C++, too.")
+@click.option("--native", is_flag=True, help="Show frames of C and C++, too.")
 @click.option(
     *("-o", "--output"),
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file.  [default: profile-RUN-rankR.svg]",
+    help="File to write.  [default: profile-RUN-rankR.svg]",
 )
 def profile(run: str, duration: str, rank: int, native: bool, output: Path | None) -> int:
-    """Write a flame graph (SVG) of one rank of RUN, of the next DURATION.
+    """Write a flame graph (SVG) of one rank of RUN over the next DURATION.
 
-    DURATION is 10s, 2m; 10s if it is left out. The rank trains on meanwhile; one of another node is
-    looked at by that node's agent. RUN is a run id of this machine, or the beginning of one. It
-    takes py-spy on the rank's node: pip install 'elaunch[stacks]'.
+    DURATION is 10s, 2m and the like; the default is 10s. The rank trains on. A rank of another node
+    is profiled by that node's agent. The rank's node needs py-spy: pip install 'elaunch[stacks]'.
+    RUN is a run id of this machine, or the beginning of one.
     """
     from elaunch.agent.hangs import flame
     from elaunch.monitor.nodeviews import profile_of

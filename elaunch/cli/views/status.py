@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 # The flags of ``elaunch run`` that set where a job's agents meet, and what they are here.
 PLACE_HELP = {
-    "rdzv-backend": "Show a job on all its nodes, as the store says in which they meet.",
-    "rdzv-endpoint": "Where that store is; several by comma for etcd.",
-    "rdzv-id": "Run id of the job; without it the only one of that store, or a list.",
-    "rdzv-conf": "How to get into the store: user, certificates, prefix.",
+    "rdzv-backend": "Show a job on all its nodes, as the store where they meet has it.",
+    "rdzv-endpoint": "Address of that store; several for etcd.",
+    "rdzv-id": "Run id of the job (default: the only job of that store, or a list).",
+    "rdzv-conf": "Access to the store: user, certificates, prefix.",
     "rdzv-secret-file": "File with the secret of the job's agents, where they have one.",
-    "master-addr": "Node 0 of a job with the static backend, in place of an endpoint.",
-    "master-port": "Its port.",
+    "master-addr": "Address of node 0, for the static backend in place of an endpoint.",
+    "master-port": "Port of node 0 (default: 29500).",
 }
 PLACE_FLAGS = tuple(TABLE[name] for name in PLACE_HELP)
 
@@ -52,14 +52,16 @@ def _place_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
-@click.option("--watch", "watching", is_flag=True, help="Follow it until it ends.")
+@click.option("--watch", "watching", is_flag=True, help="Follow until the run ends.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="Time between two readings with --watch.  [default: 1.0]",
+    help="Seconds between two readings with --watch.  [default: 1.0]",
 )
-@click.option("--all", "everything", is_flag=True, help="List every kept run, other hosts' too.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List every kept run, also those of other hosts."
+)
 @_place_options
 def status(
     run: str | None,
@@ -69,13 +71,13 @@ def status(
     everything: bool,
     **place: str | None,
 ) -> None:
-    """Show the runs of this user on this machine, or one RUN in detail.
+    """List the runs of this user on this machine, or show one RUN in detail.
 
-    RUN is a run id, the beginning of one, or a run directory. It is right while the run goes on,
-    after it ended, and after its agent was killed.
+    RUN is a run id, the beginning of one, or a run directory. The command works while the run goes
+    on, after it ended, and after its agent was killed.
 
-    With --rdzv-backend and --rdzv-endpoint: show a job on all its nodes, from any machine that
-    reaches the store in which they meet. Without --rdzv-id: the only job of that store, or a list.
+    With --rdzv-backend and --rdzv-endpoint, show a job on all its nodes, from any machine that
+    reaches the store where they meet.
     """
     _refuse_idle_flags(run, watching, interval, everything)
     line = {flag.name: text for flag in PLACE_FLAGS if (text := place[flag.dest]) is not None}
@@ -97,11 +99,13 @@ def status(
 @click.command("runs")
 @click.argument("verb", default="ls", metavar="[ls]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
-@click.option("--all", "everything", is_flag=True, help="List every kept run, other hosts' too.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List every kept run, also those of other hosts."
+)
 def runs(verb: str, as_json: bool, everything: bool) -> None:
     """List the runs of this user on this machine, the newest first.
 
-    It is the list of elaunch status; elaunch status RUN shows one of them.
+    It is the list of `elaunch status`; `elaunch status RUN` shows one of them.
     """
     if verb != "ls":
         raise UsageError(f"elaunch runs lists all of them; one run: elaunch status {verb}")

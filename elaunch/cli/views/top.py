@@ -20,8 +20,9 @@ from elaunch.monitor.page import on_terminal
 def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """Watch RUN as a tree of its nodes and ranks, the worst first; ? shows the keys.
 
-    RUN is a run id of this machine, the beginning of one, or a run directory; without it the newest
-    run. It only reads: while the job runs, after it ended, and after its agent was killed.
+    The command only reads, and works while the job runs, after it ended, and after its agent was
+    killed. RUN is a run id of this machine, the beginning of one, or a run directory; without it,
+    the newest run.
     """
     from elaunch.runs import directory
 

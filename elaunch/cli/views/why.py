@@ -16,13 +16,13 @@ from elaunch.errors import RunDirError, UsageError
 
 @click.command("why")
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Of this round.")
+@click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Show this round.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/failure-report.md).")
 def why(run: str | None, number: int | None, as_json: bool) -> None:
-    """Show why RUN has failed: its newest failed round, who caused it, and what to do.
+    """Show why RUN failed: its newest failed round, which rank caused it, and what to do.
 
-    RUN is a run id of this machine, the beginning of one, or a run directory; without it the newest
-    run. It is the same while the job runs, after it ended, and after its agent was killed.
+    The command works while the job runs, after it ended, and after its agent was killed. RUN is a
+    run id of this machine, the beginning of one, or a run directory; without it, the newest run.
     """
     from elaunch.monitor import card
     from elaunch.runs import directory
@@ -47,9 +47,9 @@ def why(run: str | None, number: int | None, as_json: bool) -> None:
 @click.command("explain")
 @click.argument("code", required=False, metavar="[CODE]")
 def explain(code: str | None) -> None:
-    """Say what a code such as E-SHM-FULL means, and what to do; without CODE list all.
+    """Explain a CODE such as E-SHM-FULL, and what to do; without CODE, list all.
 
-    The codes are those of failure reports; docs/errors.md has them on one page.
+    Failure reports and error messages have these codes; docs/errors.md has them on one page.
     """
     from elaunch.agent.failure import explain as catalogue
 

@@ -31,22 +31,27 @@ STOP = (
         "shutdown-timeout",
         SECONDS,
         "30",
-        "Time from SIGTERM to SIGKILL when a signal ends the job.",
+        "Seconds from SIGTERM to SIGKILL when a signal ends the job.",
         variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     ),
-    own("forward-signals", SIGNALS, "", "Signals that are passed to the workers and end nothing."),
+    own(
+        "forward-signals",
+        SIGNALS,
+        "",
+        "Signals that are passed to the workers and do not end the job.",
+    ),
     own(
         "sibling-grace",
         SECONDS,
         "5",
-        "Time from SIGTERM to SIGKILL for the other workers when one fails; by default not "
-        "more than --shutdown-timeout.",
+        "Seconds from SIGTERM to SIGKILL for the other workers when one fails; by default at "
+        "most --shutdown-timeout.",
     ),
     own(
         "preempt-signals",
         Kind(values.signals, "SIGNAL,...", "comma-separated names of signals, or none", comma=","),
         "SIGUSR1,SIGUSR2",
-        "Signals at which the workers are asked to save and to end (docs/preemption.md).",
+        "Signals that ask the workers to save and end (docs/preemption.md).",
     ),
     own(
         "preempt-at",
@@ -56,21 +61,22 @@ STOP = (
             "+30m, +3h, a local time as 2026-11-21T18:00, or slurm, slurm-5m",
         ),
         None,
-        "When to do the same: after so long, at a time, or before the end of the Slurm job.",
+        "When to ask the workers to save and end: after a time, at a time, or before the Slurm "
+        "job ends.",
     ),
     own(
         *("notice-command", Kind(values.text, "COMMAND", "a command of the shell"), None),
-        "Program that prints 'preempt [+120s] TEXT' when this machine will be taken.",
+        "Shell command that prints 'preempt [+120s] TEXT' when the cloud takes this machine.",
     ),
     own(
         *("on-event", Kind(values.hook, "CMD|URL", "a command of the shell, or a URL"), None),
-        "Command or URL that gets what happens to the job, as JSON (docs/status.md).",
+        "Shell command or URL that receives the job's events as JSON (docs/status.md).",
     ),
     own(
         "exit-codes",
         one_of("elaunch", "torchrun"),
         "elaunch",
-        "End with the first failed worker's code, or with 1 for every failure as torchrun does.",
+        "Exit code of a failed job: that of the first failed worker, or always 1, as torchrun's.",
     ),
 )
 
@@ -79,36 +85,43 @@ OUTPUT = (
         "log-dir",
         Kind(values.text, "DIR", "a directory that can be written, or /dev/null"),
         None,
-        "Where the workers' log files go (default: the run directory; /dev/null: nowhere).",
+        "Directory of the workers' log files (default: in the run directory; /dev/null: none).",
     ),
-    Flag("redirects", STREAMS, "0", "Streams that go to the log files only.", short="-r"),
+    Flag(
+        "redirects",
+        STREAMS,
+        "0",
+        "Streams that go to log files only: 0 none, 1 stdout, 2 stderr, 3 both; 0:3,1:2 by local "
+        "rank.",
+        short="-r",
+    ),
     Flag(
         "tee",
         STREAMS,
         "0",
-        "Streams that go to the log files, and to the console with a prefix.",
+        "Streams that go to log files, and to the console with a prefix; as for --redirects.",
         short="-t",
     ),
     Flag(
         "local-ranks-filter",
         Kind(values.ranks, "RANK,...", "comma-separated local ranks", comma=","),
         "",
-        "Workers whose lines reach the console; the files have all.",
+        "Local ranks whose output the console shows; log files have all.",
         aliases=("log-ranks",),
     ),
     Flag(
         "log-line-prefix-template",
         Kind(values.text, "TEMPLATE", "a text"),
         "",
-        "What a tee'd line begins with; ${role_name}, ${local_rank}, ${rank}, ${hostname} are "
-        "filled in.",
+        "Prefix of lines with --tee; ${role_name}, ${local_rank}, ${rank} and ${hostname} are "
+        "replaced.",
     ),
     *(
         Flag(
             f"duplicate-{name}-filters",
             TEXTS,
             "",
-            f"Copy lines of {name} that contain one of these to filtered_{name}.log.",
+            f"Texts; lines of {name} that contain one are copied to filtered_{name}.log.",
         )
         for name in ("stdout", "stderr")
     ),
@@ -116,29 +129,30 @@ OUTPUT = (
         "logs-specs",
         Kind(values.label, "NAME", ""),
         None,
-        "default, or refused: a class of torch's.",
+        "Only 'default' is accepted; torch's classes of logs are refused.",
     ),
     switch(
         name="progress",
-        help="Keep a line below the workers' with step, rate, ETA and goodput; without a terminal "
-        "print one each 30 s.",
+        help="Show one live line with step, rate, ETA and goodput; without a terminal, print one "
+        "every 30 s.",
         torchrun=False,
     ),
     Flag(
         "event-log-handler",
         one_of("null", "console", "dynamic_rendezvous"),
         "null",
-        "Where the job's events go: nowhere, or to stderr as lines of JSON.",
+        "Where torch's events go: nowhere, or to stderr as lines of JSON (console).",
     ),
 )
 
 MEETING = (
-    switch(name="standalone", help="One node by itself; the rendezvous flags are not needed."),
+    switch(name="standalone", help="Run on one node by itself, whatever the rendezvous flags say."),
     Flag(
         "rdzv-backend",
         replace(one_of("static", "c10d", "etcd"), read=values.backend),
         "static",
-        "How nodes meet: node 0 hosts a TCPStore, the node at the endpoint does, or through etcd.",
+        "Where nodes meet: a TCPStore of node 0 (static) or of the node at the endpoint (c10d), or "
+        "an etcd.",
     ),
     Flag(
         "rdzv-endpoint",
@@ -149,14 +163,14 @@ MEETING = (
             comma=",",
         ),
         "",
-        "Where nodes meet; several by comma for etcd.",
+        "Address where nodes meet; several for etcd.",
     ),
     Flag(
         "rdzv-id",
         Kind(values.label_or_empty, "ID", "a name of one line"),
         None,
-        "The run's id, the same on all nodes (default: the script's name; on one node with "
-        "six hex digits).",
+        "Id of the run, the same on all nodes (default: the script's name; on one node with six "
+        "hex digits).",
         aliases=("run-id",),
     ),
     Flag(
@@ -169,50 +183,50 @@ MEETING = (
             show=rdzvconf.masked,
         ),
         "",
-        "More settings of the rendezvous.",
+        "More settings of the rendezvous (docs/torchrun.md).",
     ),
     Flag(
         "node-rank",
         COUNT,
         "0",
-        "Rank of this node (static), or its place among newcomers (c10d, etcd).",
+        "Rank of this node (static), or its order among new nodes (c10d, etcd).",
     ),
     Flag(
         "master-addr",
         Kind(values.text, "HOST", "a name or an address"),
         None,
-        "Node 0 of the static backend; MASTER_ADDR on one node (default: 127.0.0.1).",
+        "Address of node 0 (static); on one node MASTER_ADDR (default: 127.0.0.1).",
     ),
     Flag(
         "master-port",
         Kind(values.whole(0, 65535), "PORT", "0 to 65535; on one node 0 for a free port"),
         None,
-        "Port of the static backend (default: 29500); MASTER_PORT on one node (default: free).",
+        "Port of node 0 (static, default: 29500); on one node MASTER_PORT (default: a free one).",
     ),
     Flag(
         "local-addr",
         Kind(values.text, "HOST", "a name or an address of this machine"),
         None,
-        "Address that this node gives to others; MASTER_ADDR on one node.",
+        "Address of this node for the others; on one node MASTER_ADDR.",
     ),
     own(
         "rdzv-secret-file",
         Kind(values.text, "PATH", "a file that only its owner may read and write"),
         None,
-        "File with a secret that all nodes have: who does not know it cannot take part.",
+        "File with a secret, the same on all nodes; an agent without it cannot take part.",
         idle={ALONE: ""},
     ),
     own(
         "on-join",
         one_of("graceful", "now", "never"),
         "graceful",
-        "When a new node starts to take part: after a moment for others to come and for the "
-        "workers to save, at once, or in the next round that begins for another reason.",
+        "When a new node is taken in: after the workers have saved (graceful), now, or when a "
+        "round ends for another reason (never).",
         idle={ALONE: ""},
     ),
     switch(
         name="strict-symmetry",
-        help="End the job if its nodes do not run the same thing.",
+        help="End the job with 76 if its nodes run different things; else that is a warning.",
         torchrun=False,
         idle={ALONE: ""},
     ),
@@ -223,23 +237,28 @@ OTHER = (
         "file",
         Kind(values.text, "JOB.YAML", "a YAML file"),
         None,
-        "Read a job file (docs/job-file.md); flags on the command line win over it.",
+        "Job file to read (docs/job-file.md); the command line wins over it.",
         short="-f",
     ),
-    own("name", Kind(values.label, "NAME", "a name"), None, "Name of the job in reports."),
+    own(
+        "name",
+        Kind(values.label, "NAME", "a name"),
+        None,
+        "Name of the job in reports (default: the script's).",
+    ),
     own(
         *("metrics-port", Kind(endpoints.listening, "[HOST:]PORT", "PORT or HOST:PORT"), None),
-        "Where the agent answers Prometheus, at /metrics; on loopback unless HOST is given.",
+        "Port of /metrics for Prometheus; on loopback unless HOST is given.",
     ),
     own(
         *("dashboard", Kind(endpoints.pages, "[=HOST:PORT]", "yes, no or HOST:PORT"), "no"),
-        "Serve the run's pages for the browser as long as it lasts, and print their address.",
+        "Serve the run's pages for the browser while it lasts, and print their address.",
     ),
     switch(
         name="detach",
-        help="Go on in the background: print the run id, and leave the rest to status, logs, stop.",
+        help="Run in the background, and print the run id for status, logs and stop.",
         torchrun=False,
         short="-d",
     ),
-    switch(name="dry-run", help="Print what would be started, and start nothing.", torchrun=False),
+    switch(name="dry-run", help="Print what would start, and start nothing.", torchrun=False),
 )

@@ -23,7 +23,7 @@ SIZE = (
         "nnodes",
         Kind(values.nnodes, "N|MIN:MAX", "N or MIN:MAX, 1 or more"),
         "1:1",
-        "Number of nodes, or the range of it.",
+        "Number of nodes, or the least and the greatest.",
         keys=("nodes",),
     ),
     Flag(
@@ -34,57 +34,57 @@ SIZE = (
             "a number of workers (1 or more), cpu, gpu, auto, xpu or another accelerator's name",
         ),
         "1",
-        "Workers on this node: a number, or one for each device of a kind.",
+        "Workers on this node: a number, or one per device of a kind.",
         keys=("slots",),
     ),
 )
 
 CODE = (
-    switch(name="module", help="Start the script as 'python -m SCRIPT' would.", short="-m"),
+    switch(name="module", help="Run SCRIPT as a module, as 'python -m SCRIPT' does.", short="-m"),
     switch(
         name="no-python",
-        help="Start the script as a program of its own, without Python.",
+        help="Run SCRIPT as a program, without Python.",
         idle={WITH_RUN_PATH: ""},
     ),
-    switch(name="run-path", help="Run the script by runpy.run_path in a forked process."),
+    switch(name="run-path", help="Run SCRIPT by runpy.run_path in a forked process."),
     Flag(
         "start-method",
         one_of("forkserver", "spawn", "fork"),
         "forkserver",
-        "Fork workers from a process that has imported torch (fork means the same), or start "
-        "plain processes.",
+        "How workers start: forked from a process that has imported torch (fork means the same), "
+        "or as plain processes.",
         idle={WITH_PROGRAM: "the program is executed"},
     ),
     Flag(
         "role",
         Kind(values.label_or_empty, "NAME", "a name of one line"),
         "default",
-        "Role of the workers: ROLE_NAME and the prefix of their lines.",
+        "Name of the workers' role, for ROLE_NAME and the prefix of their lines.",
     ),
     switch(name="virtual-local-rank", help="Give each worker one GPU and LOCAL_RANK=0."),
     Flag(
         "numa-binding",
         one_of("node", "socket", "exclusive", "core-complex"),
         None,
-        "Bind each worker to the CPUs near its GPU.",
+        "CPUs near its device to bind each worker to: node, socket, exclusive or core-complex.",
     ),
     own(
         "preload",
         Kind(values.modules, "[+]MODULE,...", "names of modules, or none", comma=","),
         "torch,+torch._dynamo",
-        "Modules that the fork server imports once for all; with a +: later, for the next rounds.",
+        "Modules that are imported once for all forked workers; with a +, a minute into the job.",
         idle=dict.fromkeys((WITH_PROGRAM, WITH_SPAWN), "nothing is forked from a warm process"),
     ),
     own(
         "workdir",
         Kind(values.text, "DIR", "a directory"),
         None,
-        "Directory that the workers start in; relative paths start there.",
+        "Working directory of the workers; relative paths start there.",
         short="-C",
     ),
     own(
         *("tmp", one_of("private", "shared"), "private"),
-        "Give the workers a TMPDIR of this run's own, unless TMPDIR is set, or the machine's.",
+        "TMPDIR of the workers: one of this run's own, unless TMPDIR is set, or the machine's.",
     ),
 )
 
@@ -93,24 +93,25 @@ RESTART = (
         "max-restarts",
         COUNT,
         "0",
-        "Restarts without progress after which the job fails.",
+        "Number of restarts without a newer checkpoint before the job fails.",
         keys=("restarts",),
     ),
     Flag(
         "monitor-interval",
         Kind(values.positive_seconds, "SECONDS", "more than 0 seconds"),
         "0.1",
-        "Accepted for torchrun's sake: elaunch is woken by an exit and does not poll.",
+        "No effect, accepted as torchrun's: elaunch does not poll.",
         idle={ALWAYS: "an exit wakes the agent, it does not poll"},
     ),
     own(
         *("restart-budget", one_of("progress", "lifetime"), "progress"),
-        "Whether a newer checkpoint refills the restarts, or the job has them once.",
+        "Whether a newer checkpoint refills --max-restarts, or nothing does.",
         idle={WITHOUT_RESTARTS: ""},
     ),
     own(
         *("max-same-failures", Kind(values.whole(0, 100), "N", "0 (off) to 100"), "0"),
-        "End the job, with 78, after N rounds in a row that fail for one cause without progress.",
+        "Number of rounds in a row with the same failure and no newer checkpoint that end the job, "
+        "with exit code 78; 0: off.",
         idle={WITHOUT_RESTARTS: ""},
     ),
     own(
@@ -121,15 +122,21 @@ RESTART = (
             "more than 0 seconds, auto (learned from the run) or off",
         ),
         "off",
-        "How long a worker may make no progress before the round counts as hung (docs/hangs.md).",
+        "Seconds without progress after which a round counts as hung; auto: learned from the run "
+        "(docs/hangs.md).",
     ),
     own(
         "progress-regex",
         Kind(values.pattern, "PATTERN", "a regular expression with at most one group"),
         None,
-        "Lines of the workers that show progress; a group in it is the step, as in 'step (\\d+)'.",
+        "Regular expression for output lines that show progress; a group is the step, as in "
+        "'step (\\d+)'.",
     ),
-    switch(name="no-stacks", help="Ask no worker where it is when another fails.", torchrun=False),
+    switch(
+        name="no-stacks",
+        help="Do not read the stacks of the other workers when one fails.",
+        torchrun=False,
+    ),
 )
 
 CHECKPOINT = (
@@ -141,7 +148,8 @@ CHECKPOINT = (
             "a directory, which is made if it is not there, or a URL that fsspec knows",
         ),
         None,
-        "Where the script saves; each round resumes from the newest complete checkpoint there.",
+        "Directory or URL where the script saves; each round resumes from the newest complete "
+        "checkpoint there.",
     ),
     own(
         "init-from",
@@ -151,24 +159,22 @@ CHECKPOINT = (
             "a checkpoint, or a directory or URL with some, of which the newest is taken",
         ),
         None,
-        "Begin at step 0 from another run's checkpoint, while this run has none of its own.",
+        "Checkpoint of another run, from which this run begins at step 0 while it has none.",
     ),
     own(
         "checkpoint-glob",
         Kind(values.text, "PATTERN", "a pattern of file names"),
         None,
-        "Which names in the checkpoint directory are checkpoints, as in 'step_*.pt'.",
+        "Pattern of the names in --checkpoint-dir that are checkpoints, as in 'step_*.pt'.",
     ),
     switch(
         name="require-resume",
-        help="Start nothing afresh where the checkpoint directory has files and none can be "
-        "resumed.",
+        help="Fail where --checkpoint-dir has files and none can be resumed from.",
         torchrun=False,
     ),
     switch(
         name="checkpoint-local",
-        help="Each node has a checkpoint directory of its own; what a node lacks, the others give "
-        "it.",
+        help="Let each node have its own --checkpoint-dir; nodes send each other what one lacks.",
         torchrun=False,
         idle={ON_ONE_NODE: "its directory is the only one"},
     ),
@@ -176,31 +182,31 @@ CHECKPOINT = (
         "checkpoint-replicas",
         Kind(values.whole(0, 1), "0|1", "0 or 1"),
         "0",
-        "Copies of each node's part of a save in the next node's memory, so a node may be lost.",
+        "Copies of each node's part of a save(block=False) in the memory of the next node.",
         idle={ON_ONE_NODE: "no other could hold the copy"},
     ),
     own(
         "checkpoint-memory",
         Kind(values.size, "SIZE", "a number of bytes, or one with a unit: 512MiB, 8GiB"),
         None,
-        "Memory of the agent for saves with block=False (default: half of what is available).",
+        "Memory of the agent for save(block=False) (default: half of what is available).",
     ),
     own(
         "checkpoint-keep-last",
         Kind(values.whole(1), "N", "1 or more"),
         None,
-        "Keep so many of the newest checkpoints; older ones go unless another rule keeps them.",
+        "Number of newest checkpoints to keep; others go unless another rule keeps them.",
     ),
     own(
         "checkpoint-keep-every",
         Kind(values.whole(1), "STEPS", "1 or more"),
         None,
-        "Keep each checkpoint whose step is a multiple of this.",
+        "Steps whose multiples are kept.",
     ),
     own(
         "checkpoint-keep-best",
         Kind(values.best, "METRIC[:min|max]", "a metric's name, with :max where more is better"),
         None,
-        "Keep the checkpoint with the best value of a metric that the script reports.",
+        "Metric whose best checkpoint is kept; the script reports it.",
     ),
 )
