@@ -130,6 +130,16 @@ def test_a_run_with_what_it_has_gone_through(app: App, environ: dict[str, str]) 
     assert reports[0]["text"].startswith("rank 1 (local_rank 1)")
 
 
+def test_a_failure_is_said_once(app: App, environ: dict[str, str]) -> None:
+    """The exception is in the title where no culprit is known; nothing stands there twice."""
+    run = made(environ, state="FAILED", reason="rank 1 exited with code 7; --max-restarts is 0")
+    failed(run, 0)
+    (first,) = ask(app, "/api/run", run="train-1").json["attention"]
+    assert first["title"] == "rank 1 exited with code 7: ValueError: bad"
+    assert first["detail"].splitlines()[0] == "--max-restarts is 0"
+    assert "ValueError" not in first["detail"]
+
+
 def test_a_live_run_shows_who_stands_still(app: App, play: Play) -> None:
     """Silent for more than half of the limit, a step behind, a save that came to nothing."""
     worker = {"progress": None, "status": "", "section": "", "local_rank": 0}

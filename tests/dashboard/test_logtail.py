@@ -70,6 +70,23 @@ def test_lines_come_in_the_order_of_their_arrival(app: App) -> None:
     assert texts(app)[-3:] == ["red", "20%", "<script>alert(1)</script>"]
 
 
+def test_lines_of_one_file_do_not_stick_together(app: App, root: Path) -> None:
+    """What another rank wrote in between stands in between; a line came when its end came."""
+    write(root, 3, 0, "stdout", b"first\nsecond\nthird\n")
+    write(root, 3, 1, "stdout", b"between\nlate\n")
+    notes = [
+        (2000.0, "0 0", 0),
+        (2010.0, "1 1", 0),
+        (2020.0, "0 0", 6),
+        (2030.0, "0 0", 13),
+        (2035.0, "1 1", 8),
+    ]
+    notes += [(2040.0, "0 0", 15)]
+    with open(root / "attempt_3" / "arrivals", "a") as arrivals:
+        arrivals.writelines(f"{at:.3f} {rank} stdout {size}\n" for at, rank, size in notes)
+    assert texts(app, round="3") == ["first", "between", "second", "late", "third"]
+
+
 @pytest.mark.parametrize(
     ("query", "found"),
     [

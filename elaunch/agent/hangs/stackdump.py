@@ -33,7 +33,10 @@ _BOTTOM: Final = re.compile(r'  File "(.*)", line \d+ in <module>$')
 _SPIED_THREAD: Final = re.compile(r"Thread (?:0x)?[0-9A-Fa-f]+ \(.*\)(?:: \"(?P<name>.*)\")?$")
 _SPIED_FRAME: Final = re.compile(r"    (?P<name>\S.*) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
 _SPIED_VALUE: Final = re.compile(r"            (?P<value>\S.*)$")
-_OWN_THREADS: Final = ("/elaunch/training/", "/elaunch/server/", "/elaunch/store/")
+_OWN_THREADS: Final = tuple(
+    f"/elaunch/{folder}/"
+    for folder in ("checkpoint", "rendezvous", "server", "store", "training", "wire")
+)
 _NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
 _SCRIPT_API: Final = "/elaunch/training/"

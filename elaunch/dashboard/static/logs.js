@@ -12,7 +12,7 @@ export default function view(root, key, asked) {
   const stream = h("select", { "aria-label": "Stream", onchange: open }, ["", "stdout", "stderr"].map((name) => h("option", { value: name }, name || "both")));
   const keep = h("input", { type: "checkbox", checked: true });
   const back = h("button", { type: "button", onclick: more }, "Older lines");
-  const note = h("p", { class: "quiet", role: "status" });
+  const note = h("p", { class: "quiet", role: "status" }, "Reading …");
   const log = h("div", { class: "log", tabindex: 0, role: "log", "aria-label": "Lines", "aria-live": "off" });
   root.append(h("div", { class: "bar" }, text, h("label", {}, "Ranks", ranks), h("label", {}, "Round", round), h("label", {}, "Node", node), stream,
     h("label", {}, keep, "Stay at the end")), log, h("div", { class: "bar" }, back, note));

@@ -11,6 +11,7 @@ const LISTED = 32; // ranks in the table below the grid, the worst first
 export default function view(root, key) {
   const parts = Object.fromEntries(["head", "control", "attention", "facts", "time", "rounds", "grid", "ranks", "more"].map(
     (name) => [name, root.appendChild(h("section", { id: name }))]));
+  parts.head.append(h("p", { class: "quiet" }, "Reading …"));
   const memory = { chosen: null, key, shown: {} };
   parts.grid.addEventListener("click", (event) => event.target.dataset.rank && choose(Number(event.target.dataset.rank)));
   parts.grid.addEventListener("keydown", (event) => {
@@ -101,7 +102,7 @@ function facts(run) {
   const allowed = run.restarts.budget === "lifetime" ? "" : `, ${run.restarts.without_progress} without progress`;
   return [
     ["Step", steps.length ? (low === high ? `${high}` : `${low} – ${high}`) : "–",
-      steps.length ? "" : run.progress ? "none reported yet" : "not watched"],
+      steps.length ? "" : !run.progress ? "not watched" : run.round ? `none in round ${run.round}` : run.live ? "none reported yet" : "none was reported"],
     [run.live ? "Running for" : "Lasted", span(run.duration_s), `since ${clock(run.started_at)}`],
     ["Round", `${run.round}`, run.resumed ?? (run.checkpoint ? `from step ${run.checkpoint.step}` : "")],
     ["Restarts", `${run.restarts.used}`, `${run.restarts.max} allowed${allowed}`],

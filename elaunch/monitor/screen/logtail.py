@@ -172,10 +172,11 @@ def search(
         if got is None:
             heapq.heappop(due)
             continue
-        came = _time_at(files[name], got[0])
-        if got[1] is not None:
-            found.append(_line(files[name], came, got[1]))
-        heapq.heapreplace(due, (-came, name))
+        start, raw = got
+        if raw is not None:
+            found.append(_line(files[name], _time_at(files[name], start + len(raw)), raw))
+        # The line before it has its end there, and comes when no other file has a later one.
+        heapq.heapreplace(due, (-_time_at(files[name], max(0, start - 1)), name))
     left = {name: reader.begin for name, reader in readers.items() if reader.begin > 0}
     document = {
         "lines": found[::-1],

@@ -35,6 +35,8 @@ BEHIND: Final = 2
 QUIET: Final = 0.5
 """Share of the hang timeout after which a silent rank is named."""
 
+MOST_TITLE: Final = 300
+
 _AGENT: Final = {
     "silent": "The agent does not answer; this is what it wrote last.",
     "stopped": "The agent is suspended by a signal; `kill -CONT` of its pid resumes it.",
@@ -201,9 +203,13 @@ def _ended_badly(
 ) -> Iterator[dict[str, str]]:
     elsewhere = document.get("job_failure") or {}
     if failure is not None:
-        rest = [failure["explanation"], document["reason"] or "", *failure["lines"]]
-        more = "\n".join(dict.fromkeys(text for text in rest if text))
-        yield _item("bad", failure["summary"], more, "failures")
+        title, message = failure["summary"], failure["message"].partition("\n")[0]
+        if title == failure["ended"] and message:
+            title = f"{title}: {message}"[:MOST_TITLE]
+        reason = (document["reason"] or "").removeprefix(f"{failure['ended']}; ")
+        rest = [failure["explanation"], reason, *failure["lines"]]
+        more = "\n".join(dict.fromkeys(text for text in rest if text and text not in title))
+        yield _item("bad", title, more, "failures")
     elif elsewhere:
         title = _text(elsewhere.get("summary")) or "The first failure was on another node"
         yield _item("bad", title, _text(elsewhere.get("text")))

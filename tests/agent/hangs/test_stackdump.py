@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import elaunch
 from elaunch.agent.hangs.stackdump import (
     MOST_FRAMES,
     Dump,
@@ -67,6 +68,22 @@ def test_the_scripts_stacks_are_kept() -> None:
             ),
         ),
     )
+
+
+def test_no_thread_of_elaunch_is_shown() -> None:
+    """Whichever folder of the package its code is in, of those that a worker has."""
+    package = Path(elaunch.__file__).parent
+    starts = [path for path in package.rglob("*.py") if "threading.Thread(" in path.read_text()]
+    places = {path.relative_to(package).parts[0] for path in starts}
+    assert {"training", "wire", "checkpoint", "store"} <= places
+    for place in places - {"agent", "cli", "dashboard", "monitor", "top", "torchrun"}:
+        thread = f"""Thread 0x00007f0000000001 (most recent call first):
+  File "/venv/lib/python3.11/selectors.py", line 415 in select
+  File "/venv/lib/python3.11/site-packages/elaunch/{place}/some.py", line 193 in _run
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+"""
+        assert parse(thread + WHOLE) == parse(WHOLE), place
 
 
 def test_a_dump_is_whole_when_the_main_thread_has_been_written() -> None:
