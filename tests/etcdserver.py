@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 from tests import programs
 from tests.launching import free_port
 
@@ -118,9 +118,9 @@ class Cluster:
     identity: Identity | None = None
     client_certs: bool = False
 
-    def place(self, **changes: Any) -> EtcdPlace:
+    def place(self, **changes: Any) -> EtcdCluster:
         """Return how to reach it, with ``changes`` to the fields."""
-        place = EtcdPlace(tuple(member.endpoint for member in self.members))
+        place = EtcdCluster(tuple(member.endpoint for member in self.members))
         if self.identity is not None:
             place = replace(place, cacert=self.identity.cacert)
         if self.identity is not None and self.client_certs:

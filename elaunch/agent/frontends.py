@@ -106,7 +106,7 @@ def start(
     _start_control(context, stack, links, views)
     _start_notices(context, stack, reaper)
     settings, snapshot = context.settings, context.record.snapshot
-    pages = WebPages(settings, context.run_dir.path, context.environ, reaper, pump.say)
+    pages = WebPages(settings, context.run_dir.path, context.environ, reaper, pump.show)
     stack.callback(pages.close)
     context.record.pages = lambda: pages.address
     observers: list[Observer] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elaunch.agent.hangs.watch import HangWatch
-from elaunch.agent.patience import telling
+from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import (
     AskRestart,
@@ -111,7 +111,7 @@ class Agent:
         Raises the error with which the policy refuses to start.
         """
         self._deadline = time.monotonic() + self._state.limits.start_timeout
-        with telling(self._still_starting):
+        with logged_wait(self._still_starting):
             while self._state.phase is Phase.STARTING:
                 self._serve(self._next_event())
         while self._state.phase is not Phase.ENDED:
@@ -176,7 +176,7 @@ class Agent:
         elif isinstance(action, EndTree):
             self._end_tree(state, action)
         elif isinstance(action, Meet):
-            grace = state.limits.shutdown_timeout if state.told_to_stop else None
+            grace = state.limits.shutdown_timeout if state.asked_to_end else None
             self._deadline = None if grace is None else time.monotonic() + grace
             self._group.between_rounds()
         elif isinstance(action, Notify):

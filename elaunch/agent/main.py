@@ -125,7 +125,7 @@ class _Run:
         settings, record = context.settings, context.record
         lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
         pump = self._start_pump(lines)
-        stack.enter_context(logging_to(pump.say, settings.log_level))
+        stack.enter_context(logging_to(pump.show, settings.log_level))
         if context.run_dir.notice is not None:
             log.warning("%s", context.run_dir.notice)
         frontends.open_ports(context, stack)
@@ -141,7 +141,7 @@ class _Run:
         pages, watching = frontends.start(
             context, stack, group.reaper, links=links, views=views, pump=pump
         )
-        publisher, standalone = self._join(group, pump.say, saver, hangs, views)
+        publisher, standalone = self._join(group, pump.show, saver, hangs, views)
         if standalone is None:
             publisher.follow(partial(times_of_node, ledger, hangs))
         stack.callback(saver.close)

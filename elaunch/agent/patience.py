@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from elaunch.checkpoint.storage import atonce
 
-TOLD_S: Final = 10.0
+FIRST_S: Final = 10.0
 """Seconds after which a wait is logged, and again after every AGAIN_S."""
 AGAIN_S: Final = 60.0
 
@@ -22,12 +22,12 @@ log = logging.getLogger("elaunch")
 
 
 @contextlib.contextmanager
-def telling(what: Callable[[float], str]) -> Iterator[None]:
+def logged_wait(what: Callable[[float], str]) -> Iterator[None]:
     """Log ``what(seconds)`` now and then while the block goes on; seconds since it began."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        pause = TOLD_S
+        pause = FIRST_S
         while not over.wait(pause):
             log.warning("%s", what(time.monotonic() - began))
             pause = AGAIN_S

@@ -33,7 +33,7 @@ from elaunch.rendezvous import munge, records
 from elaunch.rendezvous.munge import MungeError
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 from elaunch.store.protocol import Lease, Post, Store
 from elaunch.text import host_port, listed
 
@@ -113,7 +113,7 @@ class JobReader:
                 store.close()
                 raise
             self._store = store
-        place = self._store.place
+        place = self._store.name
         found = look(self._store, self._secret)
         if self._rendezvous.backend == "etcd" and found.empty:
             # A TCPStore names its job itself; etcd has the keys of a job or has none.
@@ -142,11 +142,11 @@ def _listed(rendezvous: RendezvousSettings, run_id: str) -> JobView | None:
     store = open_for_reading(rendezvous, run_id)
     try:
         found = look(store, _signing(rendezvous, run_id, store))
-        return None if found.empty else view_job(run_id, store.place, found, time.time())
+        return None if found.empty else view_job(run_id, store.name, found, time.time())
     except (StoreUnreachable, StoreDenied):
         raise
     except StoreError as exc:
-        return unreadable(run_id, store.place, str(exc), time.time())
+        return unreadable(run_id, store.name, str(exc), time.time())
     finally:
         store.close()
 
@@ -164,7 +164,7 @@ def _signing(rendezvous: RendezvousSettings, run_id: str, store: Store) -> bytes
             secret = munge.read(found, run_id)
         except MungeError as exc:
             key = f"the key that the agents of {run_id!r} share by MUNGE"
-            raise StoreDenied(f"{key}, in {store.place}, cannot be read: {exc}") from None
+            raise StoreDenied(f"{key}, in {store.name}, cannot be read: {exc}") from None
     return records.key_of(secret, run_id)
 
 
@@ -272,8 +272,8 @@ def no_job(rendezvous: RendezvousSettings) -> UsageError:
     )
 
 
-def _etcd_place(rendezvous: RendezvousSettings) -> EtcdPlace:
-    return EtcdPlace(endpoints=rendezvous.endpoints, **vars(rendezvous.etcd))
+def _etcd_place(rendezvous: RendezvousSettings) -> EtcdCluster:
+    return EtcdCluster(endpoints=rendezvous.endpoints, **vars(rendezvous.etcd))
 
 
 def _hello(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
@@ -281,7 +281,7 @@ def _hello(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
     from elaunch.store.tcp import client
 
     host, port = rendezvous.endpoints[0]
-    said = client.hello(host, port, _patience(rendezvous))
+    said = client.identify(host, port, _patience(rendezvous))
     if said is None:
         raise StoreUnreachable(f"what answers at {host_port(host, port)} is no store of elaunch")
     host, port = said.get("store") or (host, port)

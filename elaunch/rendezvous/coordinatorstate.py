@@ -121,7 +121,12 @@ class CoordinatorState:
             RecordError: it has read none, and the store is not its own: it must not lead.
         """
         self._view = replace(
-            self._view, began=now, since=now, posted=now, stirred=now, opened=opened
+            self._view,
+            leads_since=now,
+            phase_since=now,
+            published_at=now,
+            last_newcomer_at=now,
+            store_opened=opened,
         )
         if post is None:
             self._adopt(Plan(self._draw()[0]), 0, now)
@@ -189,7 +194,7 @@ class CoordinatorState:
 
     def on_found(self, found: SearchResult) -> None:
         """Take the result of the search for a checkpoint."""
-        self._view = replace(self._view, found=found, searching=False)
+        self._view = replace(self._view, search_result=found, searching=False)
 
     def step(self, now: float) -> tuple[Publish | Reread | Search | Wait, str]:
         """Return what to do now, and why."""
@@ -267,11 +272,13 @@ class CoordinatorState:
     def _adopt(self, plan: Plan, version: int, now: float) -> None:
         old = self._plan
         self._plan, self._version = plan, version
-        view = replace(self._view, plan=plan, posted=now, unannounced=False)
+        view = replace(self._view, plan=plan, published_at=now, unannounced=False)
         if (plan.phase, plan.round, plan.job) != (old.phase, old.round, old.job):
-            view = replace(view, since=now)
+            view = replace(view, phase_since=now)
         if (plan.round, plan.job) != (old.round, old.job):
-            view = replace(view, ran=now, found=None, searching=False, jitter=self._draw()[1])
+            view = replace(
+                view, round_began=now, search_result=None, searching=False, jitter=self._draw()[1]
+            )
         self._view = view
         if plan.nodes != old.nodes:
             self._members = frozenset(column(plan.nodes, "name"))
@@ -292,7 +299,7 @@ class CoordinatorState:
             last = present.record if present else None
             self._absent.setdefault(name, Absent(cause, now, last))
         elif present is not None:
-            self._view = replace(self._view, stirred=now)
+            self._view = replace(self._view, last_newcomer_at=now)
 
     def _note_seen(self, record: NodeStatus) -> None:
         """Take how far an agent has seen the job, if the store may know less than it does."""
@@ -316,13 +323,13 @@ class CoordinatorState:
             self._arrivals += 1
             self._present[name] = Present(record, now, self._arrivals, now, failed_at)
             if name not in self._members:
-                self._view = replace(self._view, stirred=now)
+                self._view = replace(self._view, last_newcomer_at=now)
             return
         if record.seq < old.record.seq:
             return  # a write that was on its way for long
         same_round = record.round == old.record.round
         if record.state == "running" and record.round == self._plan.round and not same_round:
-            self._view = replace(self._view, ran=now)
+            self._view = replace(self._view, round_began=now)
         if failed_at is not None and old.failed_at is not None and same_round:
             failed_at = min(failed_at, old.failed_at)
         changed = old.changed if same_round and record.state == old.record.state else now

@@ -171,7 +171,7 @@ class Meeting:
             raise StoreUnreachable("this agent is cut off from it")
         post = store.latest()
         if post is None:
-            raise StoreUnreachable(f"{store.place} has no plan of this job")
+            raise StoreUnreachable(f"{store.name} has no plan of this job")
         return decode_plan(post, self._secret(), "the coordinator")
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────
@@ -267,7 +267,7 @@ class Meeting:
         try:
             post = store.latest()
             with self._changed:
-                self._member.opened(store.place, post)
+                self._member.opened(store.name, post)
         except StoreError:
             store.close()
             raise

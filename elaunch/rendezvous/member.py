@@ -95,7 +95,7 @@ class MemberState:
         """The post that was refused last, if none was accepted since."""
         self._refusal = ""
         self._refused_at: float | None = None
-        self.place = ""
+        self.store_name = ""
         self.opened_at = now
         """When the store was asked to open that we use, or host."""
         self._furthest: Plan | None = None
@@ -195,10 +195,10 @@ class MemberState:
             effects = self._unanswered(task, now, problem)
         return effects
 
-    def opened(self, place: str, post: Post | None) -> None:
+    def opened(self, store_name: str, post: Post | None) -> None:
         """Take the newest post of a store that was opened just now."""
-        self.place = place
-        self._hosted = place.startswith("TCPStore")
+        self.store_name = store_name
+        self._hosted = store_name.startswith("TCPStore")
         self._opened = True
         self.after = 0
         if post is not None and (self._lost or not self._ever_joined):
@@ -403,8 +403,8 @@ class MemberState:
         if waited is None:
             return []
         return self._give_up(
-            f"{self.place} has taken no write of this agent for {waited:.0f} s, the last attempt: "
-            f"{self._problem}"
+            f"{self.store_name} has taken no write of this agent for {waited:.0f} s, the last "
+            f"attempt: {self._problem}"
         )
 
     def _cut(self, reason: str, stale: bool) -> list[Effect]:
@@ -427,7 +427,7 @@ class MemberState:
     def _lost_store(self, now: float) -> str:
         if not self._ever_joined:
             return f"cannot join: {self._problem}, for {now - self._last_answer:.0f} s"
-        text = f"lost the store, {self.place}: no answer for {now - self._last_answer:.0f} s"
+        text = f"lost the store, {self.store_name}: no answer for {now - self._last_answer:.0f} s"
         text += f", the last attempt: {self._problem}"
         if self._hosted:
             text += (

@@ -159,16 +159,16 @@ class MungeKey:
             StoreDenied: it is not to be read or trusted; or there is none, and MUNGE works here.
         """
         if found := store.shared():
-            self._take(found, store.place)
+            self._take(found, store.name)
             return
         if self.secret is None:
             try:
                 self._new()
             except MungeError as error:
-                log.debug("%s has no key, and MUNGE does not work here: %s", store.place, error)
+                log.debug("%s has no key, and MUNGE does not work here: %s", store.name, error)
                 return
         raise StoreDenied(
-            f"the agent that hosts {store.place} shares no key by MUNGE, which works on this "
+            f"the agent that hosts {store.name} shares no key by MUNGE, which works on this "
             f"node: have srun start that agent too, where munged runs, or {REMEDY}"
         )
 
@@ -182,12 +182,12 @@ class MungeKey:
             self._make()
         except MungeError as error:
             if found := store.shared():
-                self._take(found, store.place)
+                self._take(found, store.name)
             elif is_there() and not self._warned:
                 self._warned = True
                 log.warning("this job's agents share no key by MUNGE: %s; %s", error, REMEDY)
             return
-        self._take(store.shared(self.credential), store.place)
+        self._take(store.shared(self.credential), store.name)
 
     def _make(self) -> None:
         """Make a key, unless there is one; raises MungeError."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, overload
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
@@ -350,7 +350,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         asked: why the job is asked to end while ``round`` runs (``NodeStatus.asks``), or "": the
             workers of all nodes are asked to save and to end, and no round follows.
         exit_code: of every agent, when over.
-        strangers: names of agents that do not share the checkpoint directory, and so end.
+        not_sharing: names of agents that do not share the checkpoint directory, and so end.
         coordinator: the name of the agent that wrote this.
         times: when over, where the time of the slots of all nodes of ``round`` went.
     """
@@ -377,7 +377,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     strict: bool = False
     asked: Text = ""
     exit_code: Code | None = None
-    strangers: tuple[Line, ...] = ()
+    not_sharing: tuple[Line, ...] = field(name="strangers", default=())
     coordinator: Line = ""
     times: NodeTimes | None = None
 

@@ -15,7 +15,7 @@ MOST_CHARACTERS = 1000
 MOST_VALUES = 4
 
 
-class HasPlace(Protocol):
+class HasAddress(Protocol):
     """A node of a plan, or an agent's record."""
 
     @property
@@ -27,24 +27,24 @@ class HasPlace(Protocol):
         """Its address."""
 
 
-def node(one: HasPlace) -> str:
+def node(one: HasAddress) -> str:
     """Return "node2 (10.0.0.2)", or the address alone where that is the name."""
     if not one.host or one.host == one.addr:
         return one.addr or "a node"
     return f"{one.host} ({one.addr})" if one.addr else one.host
 
 
-def nodes(them: Iterable[HasPlace]) -> str:
+def nodes(them: Iterable[HasAddress]) -> str:
     """Return "node1 (10.0.0.1), node2 (10.0.0.2)", at most eight of them."""
     return listed([node(one) for one in them])
 
 
-def named(them: Sequence[HasPlace]) -> str:
+def named(them: Sequence[HasAddress]) -> str:
     """Return "node node1 (10.0.0.1)" or "nodes node1 (10.0.0.1), node2 (10.0.0.2)"."""
     return f"{'node' if len(them) == 1 else 'nodes'} {nodes(them)}"
 
 
-def gone(one: HasPlace, absent: Absent | None, heartbeat_timeout: float) -> str:
+def gone(one: HasAddress, absent: Absent | None, heartbeat_timeout: float) -> str:
     """Return how a node went: "node node2 (10.0.0.2) was lost: no heartbeat for 3 s"."""
     if absent is not None and absent.cause == "left":
         why = absent.last.reason if absent.last else ""

@@ -105,7 +105,7 @@ def _in_fork(
     """
     if "torch" not in sys.modules:
         return _in_interpreter(question.__name__, words, interpreter)
-    return _answer(processes.ask_fork(lambda: _or_why(question, words)))
+    return _answer(processes.call_in_fork(lambda: _or_why(question, words)))
 
 
 def _or_why(question: Callable[..., Any], words: tuple[str, ...]) -> tuple[Any, str | None]:

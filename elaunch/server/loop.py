@@ -142,7 +142,7 @@ class Server:
             self._later.adopt()
             gc.freeze()
         else:
-            self._stores.hear(fd)
+            self._stores.receive(fd)
         return None
 
     def _serve_agent(self) -> Job | None:
@@ -409,7 +409,7 @@ class Server:
             if pid == 0:
                 break
             if pid == self._stores.pid:
-                self._stores.lose(os.waitstatus_to_exitcode(status))
+                self._stores.on_host_end(os.waitstatus_to_exitcode(status))
             elif pid in self._workers:
                 self._later.note_end(pid)
                 found = self._exit(pid, os.waitstatus_to_exitcode(status))

@@ -83,7 +83,7 @@ class Preloaded(NamedTuple):
     unforkable: str = ""
 
 
-class _Between:
+class _CallBefore:
     """Finds no module; calls something else before each one is imported."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ def preload(
     """
     if path is not None:
         sys.path.insert(0, path)
-    between = [] if meanwhile is None else [_Between(meanwhile)]
+    between = [] if meanwhile is None else [_CallBefore(meanwhile)]
     sys.meta_path[:0] = between
     gc.disable()  # an import leaves next to no garbage, and looking for it takes a tenth of torch's
     try:
@@ -212,7 +212,7 @@ class Later:
         self._not_before: float | None = None
         self._settled_at = math.inf
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
-        self._finding: processes.Asked | None = None
+        self._finding: processes.ForkedCall | None = None
         self._ahead = False
         self._stopped = False
         self._awaited: dict[int, tuple[str, ...]] = {}  # those of ANNOUNCED that no worker has sent
@@ -302,7 +302,7 @@ class Later:
         foreign = not all(name.partition(".")[0] in _KNOWN for name in modules)
         if changed or foreign or (modules != [DYNAMO] and compiling.may_open_devices()):
             trial = partial(_quietly, partial(_trial, modules, self._path))
-            answer = processes.ask_fork(trial, meanwhile)
+            answer = processes.call_in_fork(trial, meanwhile)
             if answer is None and self._stopped:
                 self._modules = modules + self._modules
                 return None
@@ -313,7 +313,7 @@ class Later:
         problem = preload(modules, self._path, between).problem
         compiles = compiles and problem is None
         if compiles:
-            self._finding = processes.Asked(partial(_quietly, compiling.find_out))
+            self._finding = processes.ForkedCall(partial(_quietly, compiling.find_out))
         return Warmed(problem, compiles=compiles)
 
     def adopt(self) -> None:

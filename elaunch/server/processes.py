@@ -3,8 +3,8 @@
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
 
-A process can change what ``ps`` shows of it (:func:`set_title`). A fork can answer a question whose
-answer would change this process (:func:`ask_fork`), and its variables can be read as they are now
+A process can change what ``ps`` shows of it (:func:`set_title`). A fork can make a call that would
+change this process (:func:`call_in_fork`), and its variables can be read as they are now
 (:func:`environment_of_fork`).
 """
 
@@ -89,42 +89,42 @@ def outlive_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
-class Asked:
-    """A fork of this process that answers a question; ``file`` can be read when it has."""
+class ForkedCall:
+    """A call that a fork of this process makes; ``file`` can be read when it has returned."""
 
-    def __init__(self, question: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
         self.file, write_end = os.pipe()
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 die_with_parent(parent)
-                os.write(write_end, json.dumps(question()).encode())
+                os.write(write_end, json.dumps(call()).encode())
             finally:
                 os._exit(0)
         os.close(write_end)
 
     def answer(self) -> Any:
-        """Wait for the end of the fork; return what ``question()`` returned, by way of JSON.
+        """Wait for the end of the fork; return what ``call()`` returned, by way of JSON.
 
         An exception there ends the fork, and the answer is None.
         """
         with open(self.file, "rb") as pipe:
             data = pipe.read()
-        with contextlib.suppress(ChildProcessError):  # who waits for all children was first
+        with contextlib.suppress(ChildProcessError):  # a thread that waits for all children has
             os.waitpid(self._pid, 0)
         return json.loads(data) if data else None
 
 
-def ask_fork(question: Callable[[], Any], meanwhile: Callable[[int], None] | None = None) -> Any:
-    """Return what ``question()`` returns in a fork of this process; see :class:`Asked`.
+def call_in_fork(call: Callable[[], Any], meanwhile: Callable[[int], None] | None = None) -> Any:
+    """Return what ``call()`` returns in a fork of this process; see :class:`ForkedCall`.
 
-    ``meanwhile`` is called with the file that can be read when the fork has answered.
+    ``meanwhile`` is called with the file that can be read when the fork has returned.
     """
-    asked = Asked(question)
+    made = ForkedCall(call)
     if meanwhile is not None:
-        meanwhile(asked.file)
-    return asked.answer()
+        meanwhile(made.file)
+    return made.answer()
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)

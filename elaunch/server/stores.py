@@ -30,7 +30,7 @@ from typing import NamedTuple, NoReturn
 
 from elaunch.server import processes
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import HELLO
+from elaunch.store.tcp.connection import IDENTITY
 from elaunch.wire.local import LocalChannel, Message, is_readable
 
 START_DELAY = 0.25
@@ -97,7 +97,7 @@ class Stores:
         """Have a round's store opened on ``listening``, which this object owns from now on."""
         if message["fixed"]:
             self._await_drop()
-        if self._tell(message, [listening]):
+        if self._send_to_host(message, [listening]):
             os.close(listening)
         else:
             self._waiting = _Waiting(message, listening, time.monotonic() + START_DELAY)
@@ -121,9 +121,9 @@ class Stores:
         if self._waiting is not None:
             os.close(self._waiting.listening)
             self._waiting = None
-        self._dropping = self._tell({"op": "drop"}, [])
+        self._dropping = self._send_to_host({"op": "drop"}, [])
 
-    def hear(self, fd: int) -> None:
+    def receive(self, fd: int) -> None:
         """Take what the host has sent, if ``fd`` is its socket."""
         if self._host is None or fd != self._host.fileno():
             return
@@ -136,7 +136,7 @@ class Stores:
         except EOFError:
             self._cut()
 
-    def lose(self, exitcode: int) -> None:
+    def on_host_end(self, exitcode: int) -> None:
         """Report that the host has ended; the next round's message starts another."""
         self._cut()
         self.pid = 0
@@ -160,9 +160,9 @@ class Stores:
                 self._cut()
                 self.pid = 0
                 return
-            self.hear(self._host.fileno())
+            self.receive(self._host.fileno())
 
-    def _tell(self, message: Message, files: list[int]) -> bool:
+    def _send_to_host(self, message: Message, files: list[int]) -> bool:
         if self._host is None:
             return False
         try:
@@ -209,7 +209,7 @@ def _open_store(message: Message, listening: int) -> object:
         use_libuv=wire.is_served_by(__version__),
     )
     if message["hello"]:
-        store.set(HELLO, message["hello"])
+        store.set(IDENTITY, message["hello"])
     return store
 
 

@@ -61,7 +61,7 @@ def need_clients() -> bool:
     return version is not None and (int(version[1]), int(version[2])) < (2, 7)
 
 
-def mend_exit() -> None:
+def patch_exit() -> None:
     """Have this worker wait, at its end, for the threads of gloo to come to rest."""
     atexit.register(_settle)
 
@@ -84,14 +84,14 @@ def _gloo_threads() -> list[str]:
     return [fields[0] for name, fields in threads if name == GLOO_THREAD[:15]]
 
 
-def mend_paths() -> None:
+def patch_paths() -> None:
     """Give the modules that make up what they do not have an empty ``__path__``."""
     for name in ("torch.ops", "torch.classes"):
         if name in sys.modules:
             vars(sys.modules[name]).setdefault("__path__", [])
 
 
-def mend_stores() -> None:
+def patch_stores() -> None:
     """Let rank 0 host stores that are not the launcher's, and let groups be made again.
 
     Needs torch.distributed imported.

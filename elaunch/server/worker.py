@@ -99,9 +99,9 @@ def become(job: Job, fresh: bool = True) -> None:
         _renew_random_states()
     # A fork knows the main thread by the number that it had in the server.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-    torchfix.mend_stores()
-    torchfix.mend_exit()
-    torchfix.mend_paths()
+    torchfix.patch_stores()
+    torchfix.patch_exit()
+    torchfix.patch_paths()
     recorder.watch(os.environ)
     _write_stacks_when_asked()
     _debug_when_asked()

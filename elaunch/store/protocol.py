@@ -73,7 +73,7 @@ class Store(Protocol):
     """One job's store, as one agent (or one reader) sees it."""
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """Where the store is, for messages: "etcd at h1:2379,h2:2379", "TCPStore at h:29400"."""
 
     # ── the plan ─────────────────────────────────────────────────────────────────────────────────

@@ -206,11 +206,11 @@ def connect(task: Task) -> Store:
             address, int(port), task.run_id, deadline=CONNECT_SECONDS, timeout=task.patience
         )
     from elaunch.store.etcd import client as etcd
-    from elaunch.store.etcd.keys import EtcdPlace
+    from elaunch.store.etcd.keys import EtcdCluster
 
     endpoints = [one.rpartition(":") for one in task.endpoint.split(",")]
     members = tuple((address, int(port)) for address, _, port in endpoints)
-    place = EtcdPlace(members, call_timeout=task.patience / 2)
+    place = EtcdCluster(members, call_timeout=task.patience / 2)
     return etcd.connect(place, task.run_id, deadline=CONNECT_SECONDS)
 
 

@@ -201,4 +201,4 @@ def test_status_of_a_store_with_nonsense(elaunch: Launcher, port: int, tmp_path:
 def test_nobody_answers_is_an_error(port: int) -> None:
     """As before any nonsense."""
     with pytest.raises(StoreUnreachable):
-        client.hello("127.0.0.1", port, 0.5)
+        client.identify("127.0.0.1", port, 0.5)

@@ -313,7 +313,7 @@ class Agent:
         elif isinstance(step, Search):
 
             def found() -> None:
-                state.on_found(SearchResult(self.sim.checkpoint(), asked=step.probes))
+                state.on_found(SearchResult(self.sim.checkpoint(), probes=step.probes))
                 self._step(client, state)
 
             self.later(self.sim.random.uniform(0.001, 0.3), found)

@@ -63,7 +63,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
 def test_what_a_fork_finds_out_is_known_here(torchs: dict[str, list[str]]) -> None:
     """The compiler is asked in the fork alone, and torch's own functions are as they were."""
     before = VecISA.check_build
-    found = processes.ask_fork(compiling.find_out)
+    found = processes.call_in_fork(compiling.find_out)
     assert torchs == {"key": [], "isa": []}
     compiling.adopt(found)
     assert torchs == {"key": ["hash"], "isa": ["avx2"]}
@@ -110,9 +110,9 @@ def test_a_worker_that_begins_to_compile_says_so_once(monkeypatch: pytest.Monkey
     try:
         here = os.getpid()
         found = ["cmd", "wave", True]
-        assert processes.ask_fork(lambda: processes.ask_fork(lambda: worker(here))) == found
+        assert processes.call_in_fork(lambda: processes.call_in_fork(lambda: worker(here))) == found
         assert came == []
-        assert processes.ask_fork(lambda: worker(here)) == found
+        assert processes.call_in_fork(lambda: worker(here)) == found
         assert set(came) == awaited.keys()
     finally:
         for signum, handler in before.items():

@@ -56,7 +56,7 @@ def _same_pid(server: Server, old: int) -> int:
 
 def test_a_pid_that_is_used_again_is_not_that_of_a_stopped_worker() -> None:
     """A job that restarts for weeks sees every pid again."""
-    assert processes.ask_fork(_exits_of_two_with_one_pid) == [True, False]
+    assert processes.call_in_fork(_exits_of_two_with_one_pid) == [True, False]
 
 
 def _left_open() -> list[bool]:
@@ -106,7 +106,7 @@ def _while_it_imports(directory: Path) -> list[str]:
 
 def test_an_exit_is_reported_while_modules_are_imported(tmp_path: Path) -> None:
     """What starts a worker waits for the end of the import."""
-    found = processes.ask_fork(lambda: _while_it_imports(tmp_path))
+    found = processes.call_in_fork(lambda: _while_it_imports(tmp_path))
     assert found == ["exited", "warmed", "started", "True"]
 
 
@@ -130,6 +130,6 @@ def _swept_while_it_imports(directory: Path) -> list[object]:
 
 def test_an_import_that_is_swept_with_its_round_is_done_in_the_next(tmp_path: Path) -> None:
     """It has not died of what it imported, and the workers of later rounds gain by it."""
-    *sent, between, due = processes.ask_fork(lambda: _swept_while_it_imports(tmp_path))
+    *sent, between, due = processes.call_in_fork(lambda: _swept_while_it_imports(tmp_path))
     assert sent == ["swept", "end of the test"]
     assert between and due < time.monotonic() + 60

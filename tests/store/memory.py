@@ -88,7 +88,7 @@ class MemoryStore:
         self._closed = False
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """Where the store is, for messages."""
         return "the memory of this process"
 

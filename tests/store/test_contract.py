@@ -484,4 +484,4 @@ def test_agents_that_come_together_share_one_value(cluster: Cluster) -> None:
 
 def test_the_place_has_a_name(cluster: Cluster) -> None:
     """For messages."""
-    assert len(cluster.open().place) > 5
+    assert len(cluster.open().name) > 5

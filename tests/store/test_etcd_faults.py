@@ -19,7 +19,7 @@ from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachab
 from elaunch.store.etcd import client, connection
 from elaunch.store.etcd.client import EtcdStore
 from elaunch.store.etcd.history import RevisionHistory
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 from elaunch.store.protocol import Post
 from tests.etcdserver import Cluster, Member
 from tests.etcdserver import etcd as serve
@@ -35,7 +35,7 @@ def opened() -> Iterator[Callable[..., EtcdStore]]:
     """Open stores that are closed at the end: ``opened(place)``."""
     with ExitStack() as stack:
 
-        def connect(place: EtcdPlace, history: RevisionHistory | None = None) -> EtcdStore:
+        def connect(place: EtcdCluster, history: RevisionHistory | None = None) -> EtcdStore:
             store = client.connect(place, "job", deadline=LONG, history=history)
             assert isinstance(store, EtcdStore)
             stack.callback(store.close)
@@ -272,7 +272,7 @@ def test_a_connection_that_comes_about_too_late_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
         address = server.getsockname()
         stack.enter_context(socket.create_connection(address))  # as many as may wait to be accepted
-        place = EtcdPlace((address,), call_timeout=0.2)
+        place = EtcdCluster((address,), call_timeout=0.2)
         for _ in range(3):
             with pytest.raises(StoreUnreachable):
                 client.connect(place, "job", deadline=0.2)

@@ -129,13 +129,13 @@ class Reporter:
         if not (final or nodes.is_decided(state)):
             return
         if publisher.failed_elsewhere(state) is not None:
-            found = publisher.tell_failure(state)
+            found = publisher.print_failure(state)
             if found is not None:
                 self._status_record.note_job_failure(found)
             return
         if self._made is not None and not self._shown:
             show = report.render if final else report.render_cause
-            self._pump.say(show(self._made))
+            self._pump.show(show(self._made))
             self._shown = True
 
     def _end(self, state: State, shown_before: bool) -> None:
@@ -146,7 +146,7 @@ class Reporter:
             publisher.write_launcher_file(found, os.environ)
         elif self._made is not None:
             if shown_before:
-                self._pump.say(report.render_table(self._made))
+                self._pump.show(report.render_table(self._made))
             report.write_launcher_file(self._made, os.environ)
 
     def _notice(self) -> None:
@@ -198,7 +198,7 @@ class Reporter:
         """Print and write what this node's workers did when another node reported a hang."""
         text = "\n".join(report.stacks_lines(taken)) + "\n"
         self._write_files(taken.round, {"txt": text})
-        self._pump.say(text)
+        self._pump.show(text)
 
     def _write_files(self, round_number: int, contents: Mapping[str, str]) -> None:
         for suffix, content in contents.items():

@@ -21,23 +21,23 @@ class OneLine(logging.Formatter):
         return super().format(plain)
 
 
-class SayHandler(logging.Handler):
+class PumpHandler(logging.Handler):
     """Prints the agent's log lines through the log pump, so that they cut no worker's line."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__()
-        self._say = say
+        self._show = show
         self.setFormatter(OneLine("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line."""
-        self._say(self.format(record))
+        self._show(self.format(record))
 
 
 @contextlib.contextmanager
-def logging_to(say: Callable[[str], None], level: str) -> Iterator[None]:
-    """Have the agent's log lines printed by ``say`` in the block."""
-    handler = SayHandler(say)
+def logging_to(show: Callable[[str], None], level: str) -> Iterator[None]:
+    """Have the agent's log lines printed by ``show`` in the block."""
+    handler = PumpHandler(show)
     log.addHandler(handler)
     log.propagate = False
     log.setLevel(level)

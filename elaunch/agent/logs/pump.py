@@ -7,7 +7,7 @@ and to the tail that failure reports quote. `LogPlan` says which stream goes whe
 Calls, all from one thread: `LogPump.start`; for each round `open_round`, then, when its workers are
 gone, `finish_round`; `close`. A round's files are opened and closed by a thread of the round
 (elaunch.agent.logs.streams), so that a round may begin while the files of the last are closed.
-`say`, `tail` and `paths` may be called from any thread.
+`show`, `tail` and `paths` may be called from any thread.
 
 A turn costs more than the lines that it takes. So of those in one second FREE_TURNS follow each
 other at once, and between the others the pump rests, for what comes meanwhile to come together.
@@ -72,7 +72,7 @@ class LogPump:
         self._unclosed: list[LogRound] = []
         self._live: dict[OutputStream, LogRound] = {}
         self._full: set[Console] = set()
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self._stop_at: float | None = None
         self._resting = select.poll()
         self._second = 0.0
@@ -107,7 +107,7 @@ class LogPump:
             OSError: there are no descriptors left; nothing stays open.
         """
         for text in self._plan.shortcomings(ranks):
-            self._say_once(text, text)
+            self._show_once(text, text)
         self._hurried = False
         opened = LogRound(round, dict(ranks))
         write_ends = open_streams(opened, self._plan, self._consoles)
@@ -115,7 +115,7 @@ class LogPump:
         self._unclosed = [*(each for each in self._unclosed if not each.done.is_set()), opened]
         opened.serve(self._plan, self._complain, lambda: self._post(partial(self._adopt, opened)))
         if not opened.opened.wait(OPEN_PATIENCE):
-            self.say(f"elaunch: {self._plan.log_root} is slow to open the log files; going on")
+            self.show(f"elaunch: {self._plan.log_root} is slow to open the log files; going on")
         return write_ends
 
     def finish_round(self, timeout: float) -> bool:
@@ -159,7 +159,7 @@ class LogPump:
         out, err = (file.path if file else None for file in files)
         return out, err
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show a line of the agent's own on the console's stderr, never inside a worker's line.
 
         Does not block. Before `start` and after `close` it is written directly.
@@ -197,7 +197,9 @@ class LogPump:
         for each in self._unclosed:
             if not each.done.wait(max(0.0, until - time.monotonic())):
                 place = f"{self._plan.log_root}, round {each.number}"
-                self.say(f"elaunch: {place}: the log files are not closed yet; they may lack lines")
+                self.show(
+                    f"elaunch: {place}: the log files are not closed yet; they may lack lines"
+                )
         self._post(partial(self._stop, until))
         self._thread.join(timeout + _ABANDON_WAIT)
         if not self._thread.is_alive():
@@ -210,12 +212,12 @@ class LogPump:
 
     def _complain(self, path: Path, exc: OSError) -> None:
         reason = exc.strerror or str(exc)
-        self._say_once(reason, f"cannot write {path}: {reason}; log files are incomplete")
+        self._show_once(reason, f"cannot write {path}: {reason}; log files are incomplete")
 
-    def _say_once(self, subject: str, text: str) -> None:
-        if subject not in self._said:
-            self._said.add(subject)
-            self.say(f"elaunch: {text}")
+    def _show_once(self, subject: str, text: str) -> None:
+        if subject not in self._shown:
+            self._shown.add(subject)
+            self.show(f"elaunch: {text}")
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
@@ -299,7 +301,7 @@ class LogPump:
             console.flush()
             if console.fault is not None:
                 reason, console.fault = console.fault.strerror, None
-                self._say_once(console.name, f"{console.name}: {reason}; output is missing there")
+                self._show_once(console.name, f"{console.name}: {reason}; output is missing there")
             if console.pending and console not in self._full:
                 self._full.add(console)
                 self._selector.register(console.fd, selectors.EVENT_WRITE)

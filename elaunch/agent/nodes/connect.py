@@ -67,7 +67,7 @@ def join(
     settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     key = _key_by_munge(settings.run_id, rendezvous, os.environ)
-    opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.host_hello, key=key)
+    opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.advertise, key=key)
     opening.prepare()
     stack.callback(opening.close)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)

@@ -174,7 +174,7 @@ class StatusPublisher:
             return None
         return plan.failure
 
-    def tell_failure(self, state: State) -> WorkerFailure | None:
+    def print_failure(self, state: State) -> WorkerFailure | None:
         """Print another node's failure that ended the round, once; return it if it is news."""
         found = self.failed_elsewhere(state)
         if found is None or state.plan is None:
@@ -240,8 +240,8 @@ def _asks(state: State) -> str:
 
 
 def _reason(state: State) -> str:
-    if state.parted is not None:
-        return state.parted.problem
+    if state.meeting_failed is not None:
+        return state.meeting_failed.problem
     if state.notice is not None and not state.failed:
         return state.notice.reason
     if state.interrupted is not None:
@@ -253,11 +253,11 @@ def _own_code(state: State) -> int | None:
     """Return what this agent will end with, if it leaves the job."""
     if state.finish is not None and state.finish.exit_code:
         return state.finish.exit_code
-    if state.parted is not None:
-        return state.parted.exit_code
-    if state.preempted and state.told_to_stop:
+    if state.meeting_failed is not None:
+        return state.meeting_failed.exit_code
+    if state.preempted and state.asked_to_end:
         return PREEMPTED
-    if state.notice is not None and state.told_to_stop and state.interrupted is None:
+    if state.notice is not None and state.asked_to_end and state.interrupted is None:
         return KILLED if state.stopped else PREEMPTED
     return None if state.interrupted is None else 128 + state.interrupted
 

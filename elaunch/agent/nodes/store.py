@@ -35,14 +35,14 @@ from elaunch.store.protocol import Store
 if TYPE_CHECKING:
     from elaunch.rendezvous.munge import MungeKey
 
-STRANGER_PATIENCE = 2.5
+FOREIGN_PATIENCE = 2.5
 """Seconds for what has the endpoint's port to show that it is this job's store after all."""
 TELL_AFTER = 3.0
 """Seconds of waiting for a store after which that is logged."""
 END_MARGIN = 10.0
 """Seconds beyond all graces for a node to report that its round has ended."""
 ATTEMPT = 6.0
-"""Seconds of one attempt to get to the store; longer than STRANGER_PATIENCE."""
+"""Seconds of one attempt to get to the store; longer than FOREIGN_PATIENCE."""
 PROBE_DEADLINE = 2.0
 LOOK_AGAIN = 0.2
 
@@ -106,10 +106,10 @@ class StoreOpener:
         self._key = key
         self._attempt = min(ATTEMPT, rendezvous.connect_timeout, rendezvous.store_timeout)
         self._listening: socket.socket | None = None
-        self._taken = False
+        self._port_in_use = False
         self._closed = threading.Event()
         self._waits_since: float | None = None
-        self._told = False
+        self._logged = False
         self._history = RevisionHistory()
 
     @property
@@ -151,18 +151,18 @@ class StoreOpener:
                     f"--rdzv-endpoint: cannot listen on {host} port {port}: {error.strerror}",
                     code="E-PORT-IN-USE",
                 ) from error
-        self._refuse_stranger(host, port)
-        self._taken = True
+        self._refuse_foreign(host, port)
+        self._port_in_use = True
         return None
 
-    def _refuse_stranger(self, host: str, port: int) -> None:
+    def _refuse_foreign(self, host: str, port: int) -> None:
         """Refuse a port that something else has; an agent may host this job's store on it."""
         from elaunch.store.tcp import client
 
         if endpoints.may_be_agent(port):
             return  # it may import torch just now; the store is waited for
         try:
-            client.connect(host, port, self._run_id, deadline=STRANGER_PATIENCE).close()
+            client.connect(host, port, self._run_id, deadline=FOREIGN_PATIENCE).close()
         except StoreUnreachable as error:
             raise UsageError(self._not_ours(host, port, str(error)), code="E-PORT-IN-USE") from None
 
@@ -184,8 +184,8 @@ class StoreOpener:
             store = self._open_etcd() if etcd else self._open_tcp()
             self._settle_key(store)
         except StoreUnreachable as error:
-            self._tell_waiting(error)
-            if self._taken:
+            self._log_waiting(error)
+            if self._port_in_use:
                 self._refuse_other_job(error)
             raise
         self._waits_since = None
@@ -210,19 +210,19 @@ class StoreOpener:
 
         host, port = self._rendezvous.endpoints[0]
         try:
-            said = client.hello(host, port, PROBE_DEADLINE)
+            identity = client.identify(host, port, PROBE_DEADLINE)
         except StoreUnreachable:
             return
-        if said is not None and said["run_id"] != self._run_id:
+        if identity is not None and identity["run_id"] != self._run_id:
             raise StoreDenied(self._not_ours(host, port, str(problem))) from None
 
-    def _tell_waiting(self, problem: StoreUnreachable) -> None:
+    def _log_waiting(self, problem: StoreUnreachable) -> None:
         """Log once what is waited for: on a terminal nothing else happens."""
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        if not self._told and now - self._waits_since >= TELL_AFTER:
-            self._told = True
+        if not self._logged and now - self._waits_since >= TELL_AFTER:
+            self._logged = True
             log.warning("waiting for the store: %s", problem)
 
     def _open_tcp(self) -> Store:
@@ -248,10 +248,10 @@ class StoreOpener:
 
     def _open_etcd(self) -> Store:
         from elaunch.store.etcd import client as etcd
-        from elaunch.store.etcd.keys import EtcdPlace
+        from elaunch.store.etcd.keys import EtcdCluster
 
         settings = self._rendezvous
-        place = EtcdPlace(endpoints=settings.endpoints, **vars(settings.etcd))
+        place = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
         return etcd.connect(place, self._run_id, deadline=self._attempt, history=self._history)
 
     def _publish_address(self) -> None:
@@ -274,13 +274,15 @@ class StoreOpener:
         until, problem = time.monotonic() + deadline, "nobody answers"
         while time.monotonic() < until:
             try:
-                said = client.hello(host, port, PROBE_DEADLINE)
+                identity = client.identify(host, port, PROBE_DEADLINE)
             except StoreUnreachable as error:
-                said, problem = None, str(error)
-            if said is not None and said.get("run_id") != self._run_id:
-                problem = f"it belongs to the job {said.get('run_id')!r}, not to {self._run_id!r}"
-            elif said is not None and said.get("store"):
-                address, number = said["store"]
+                identity, problem = None, str(error)
+            if identity is not None and identity.get("run_id") != self._run_id:
+                problem = (
+                    f"it belongs to the job {identity.get('run_id')!r}, not to {self._run_id!r}"
+                )
+            elif identity is not None and identity.get("store"):
+                address, number = identity["store"]
                 return str(address), int(number)
             if self._closed.wait(LOOK_AGAIN):
                 raise StoreClosed("this agent ends")

@@ -178,7 +178,7 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return KillServer(), "the server that starts the workers does not answer; killing it"
     if state.phase is Phase.FLUSHING:
         return _after_tree(state)
-    if state.phase in preempt.AT_REST and state.told_to_stop:
+    if state.phase in preempt.AT_REST and state.asked_to_end:
         return preempt.overdue_at_rest(state)
     if state.phase is Phase.STARTING:
         return _cannot_start(state, ServerError, _never_ready(state.limits))
@@ -247,7 +247,9 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
         done = state.completed and not state.preempted and state.interrupted is None
         if done:
             return Settle(LAST_SAVE_S), ""
-        ends = state.interrupted is not None or state.told_to_stop or state.parted is not None
+        ends = (
+            state.interrupted is not None or state.asked_to_end or state.meeting_failed is not None
+        )
         return Settle(state.limits.shutdown_timeout, holds=not ends), ""
     return _after_tree(state)
 
@@ -267,7 +269,7 @@ def _after_tree(state: State, also: str = "") -> Decision:
 def _next(state: State) -> Decision:
     if state.limits.meets or state.restarts_round:
         return nodes.on_tree_gone(state)
-    asked = state.interrupted is not None or state.told_in_round
+    asked = state.interrupted is not None or state.asked_in_round
     if state.failed and not state.completed and not asked:
         return nodes.at_rest(state, failure(state))
     return _finish(state)

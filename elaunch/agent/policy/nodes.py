@@ -52,7 +52,7 @@ def own_state(state: State) -> tuple[AgentState, int]:
 
 def _leaves(state: State) -> bool:
     """Whether this agent is on its way out; workers that were asked to save are not hurried."""
-    if state.parted is not None or state.phase is Phase.ENDED:
+    if state.meeting_failed is not None or state.phase is Phase.ENDED:
         return True
     if state.notice is None or state.failed:
         return state.interrupted is not None
@@ -96,23 +96,23 @@ def is_decided(state: State) -> bool:
 def at_rest(state: State, what: str) -> Decision:
     """Return what the plan means for an agent without workers; ``what`` has brought it here."""
     plan = state.plan
-    if state.parted is not None:
-        return Finish(state.parted.exit_code), state.parted.problem
+    if state.meeting_failed is not None:
+        return Finish(state.meeting_failed.exit_code), state.meeting_failed.problem
     if plan is not None and plan.phase == "over":
         unused = "; this node took part in no round"
         unused = unused if state.limits.meets and not state.member else ""
         if state.lost_save and not plan.exit_code:
             return Finish(CheckpointError.exit_code), LOST
         return Finish(plan.exit_code or 0), plan.reason + unused
-    if plan is not None and state.name in plan.strangers and not _begins(state, plan):
+    if plan is not None and state.name in plan.not_sharing and not _begins(state, plan):
         return Finish(UsageError.exit_code), (
             "--checkpoint-dir of this node is not that of the job: what was written here is not "
             f"seen on {plan.nodes[0].host}; mount the same file system here, or give "
             "--checkpoint-local on all nodes"
         )
-    if plan is not None and state.preempted and state.told_to_stop and _moved_on(state, plan):
+    if plan is not None and state.preempted and state.asked_to_end and _moved_on(state, plan):
         return preempt.ended(state)
-    if state.told_to_stop:  # no round follows here; the coordinator ends the job
+    if state.asked_to_end:  # no round follows here; the coordinator ends the job
         return _meet(state, what)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
@@ -155,8 +155,8 @@ def on_tree_gone(state: State) -> Decision:
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
         return preempt.ended(state) if state.preempted else stopped(state.interrupted)
-    if state.told_in_round and not state.completed and not over:
-        return _told_and_not_done(state)
+    if state.asked_in_round and not state.completed and not over:
+        return _asked_and_not_done(state)
     if state.preempted and state.notice is not None:
         return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
     if state.failed:
@@ -166,7 +166,7 @@ def on_tree_gone(state: State) -> Decision:
     return at_rest(state, "the workers of this node have ended")
 
 
-def _told_and_not_done(state: State) -> Decision:
+def _asked_and_not_done(state: State) -> Decision:
     """Leave: no round is to follow here, although the workers did not end as they were asked."""
     if not state.failed or state.notice is None:
         return preempt.ended(state)

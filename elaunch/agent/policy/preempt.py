@@ -111,7 +111,7 @@ def asked(state: State, reason: str, left: float | None = None) -> Decision:
     ``left``: seconds until the platform ends it, where that is known; its newest word counts.
     """
     grace = _grace(state, left)
-    if state.told_to_stop and state.notice is not None:
+    if state.asked_to_end and state.notice is not None:
         return _again(state.notice, reason, grace if state.phase is Phase.RUNNING else None)
     if state.phase is Phase.RUNNING:
         return notify(state, Notice(reason, "stop", grace))
@@ -168,7 +168,7 @@ def overdue_at_rest(state: State) -> Decision:
 
 def asked_elsewhere(state: State, plan: Plan) -> Decision:
     """Return what to send the workers when the plan says that the job is asked to end."""
-    if plan.asked and not state.told_to_stop:
+    if plan.asked and not state.asked_to_end:
         return notify(state, Notice(plan.asked))
     return newcomers(state)
 

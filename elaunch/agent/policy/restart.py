@@ -79,7 +79,7 @@ def _refusal(state: State, plan: Plan) -> str:
         return f"not while this node ends after {state.interrupted.name}"
     if plan.phase == "over":
         return f"the job is over: {plan.reason}"
-    if state.told_to_stop or plan.asked:
+    if state.asked_to_end or plan.asked:
         return f"the job is asked to end: {state.notice.reason if state.notice else plan.asked}"
     if plan.phase == "forming":
         return f"no round runs: {plan.reason}"

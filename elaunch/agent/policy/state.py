@@ -112,8 +112,8 @@ class State(Struct, frozen=True):
 
     ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
     name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
-    first worker there. ``cut_off`` says that this agent has no name at present, ``parted`` is why
-    it can take part no more.
+    first worker there. ``cut_off`` says that this agent has no name at present, ``meeting_failed``
+    is why it can take part no more.
 
     ``probed`` and ``ready`` are of STARTING: the checkpoint directory, if any, can be used; the
     server can start workers.
@@ -154,7 +154,7 @@ class State(Struct, frozen=True):
     member: str = ""
     first_rank: int = 0
     cut_off: bool = False
-    parted: events.MeetingFailed | None = None
+    meeting_failed: events.MeetingFailed | None = None
     probed: bool = False
     ready: bool = False
 
@@ -200,7 +200,7 @@ class State(Struct, frozen=True):
         return self.completed and bool(self.acked)
 
     @property
-    def told_to_stop(self) -> bool:
+    def asked_to_end(self) -> bool:
         """Whether this node's workers were asked to end, and none are to follow them here."""
         if self.notice is None:
             return False
@@ -213,9 +213,9 @@ class State(Struct, frozen=True):
         return plan is not None and self.restart is not None and self.restart.round == plan.round
 
     @property
-    def told_in_round(self) -> bool:
+    def asked_in_round(self) -> bool:
         """Whether they were asked while there was something of them to end."""
-        return self.told_to_stop and self.notified_in is not Phase.FLUSHING
+        return self.asked_to_end and self.notified_in is not Phase.FLUSHING
 
 
 def observe(state: State, event: events.Event) -> State:
@@ -265,7 +265,7 @@ def _observe_news(state: State, event: events.Event) -> State:
     if isinstance(event, events.Rejoined):
         return replace(state, cut_off=False, name=event.name)
     if isinstance(event, events.MeetingFailed):
-        return replace(state, parted=event)
+        return replace(state, meeting_failed=event)
     return state
 
 
@@ -274,7 +274,7 @@ def _observe_hang(state: State, event: events.HangSeen | events.StacksTaken) -> 
         return state
     if isinstance(event, events.StacksTaken):
         return replace(state, stacks=event) if state.taking else state
-    ends_already = state.failed or state.interrupted is not None or state.told_to_stop
+    ends_already = state.failed or state.interrupted is not None or state.asked_to_end
     if state.phase is not Phase.RUNNING or not state.alive or ends_already:
         return state
     return replace(state, hang=event)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from elaunch.agent.patience import telling
+from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
@@ -42,7 +42,7 @@ def look(
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        with telling(lambda seconds: STILL.format(root=root, seconds=seconds)), finishing.turn:
+        with logged_wait(lambda seconds: STILL.format(root=root, seconds=seconds)), finishing.turn:
             finishing.finish(root, run_id)
             search = _search(root, settings.checkpoint_glob, run_id, finishing)
             if isinstance(root, Path):
@@ -147,10 +147,10 @@ def for_all_nodes(
     def search(asked: view.Search) -> view.SearchResult:
         unseen = _unseen(settings, asked.probes)
         if unseen:  # those who share no directory have no checkpoint in common either
-            return view.SearchResult(asked=asked.probes, unseen=unseen)
+            return view.SearchResult(probes=asked.probes, unseen=unseen)
         chosen = look(settings, finishing, asked)
         post(chosen)
-        return replace(chosen.result, asked=asked.probes)
+        return replace(chosen.result, probes=asked.probes)
 
     return search
 

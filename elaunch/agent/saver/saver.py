@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from elaunch.agent.patience import telling
+from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.plan import SaverPlan
@@ -98,7 +98,7 @@ class AgentSaver:
         def settle() -> None:
             saving = service.keeping.record()["saving"]
             what = f"the save of step {saving}" if saving is not None else "what is in memory"
-            with telling(lambda passed: f"still writing out {what}, for {passed:.0f} s"):
+            with logged_wait(lambda passed: f"still writing out {what}, for {passed:.0f} s"):
                 settled = service.settle(number, until, holds)
             self._plan.post(settled)
             if any(one.writing for one in settled.held):

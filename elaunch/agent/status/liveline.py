@@ -55,7 +55,7 @@ class LiveLine:
                 self._pump.show_live(line)
             elif time.monotonic() >= plain_at:
                 plain_at = time.monotonic() + PLAIN_S
-                self._pump.say(line)
+                self._pump.show(line)
 
 
 def line_of(record: Mapping[str, Any], pace: StepRate, now: float) -> str:

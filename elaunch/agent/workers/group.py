@@ -167,7 +167,7 @@ class WorkerGroup:
         self._endpoint.open()
         return self._endpoint.port
 
-    def host_hello(self, hello: str) -> None:
+    def advertise(self, hello: str) -> None:
         """Have a store hosted before the first round, in which the other agents read ``hello``.
 
         From now on each round's store has it: with the static backend the workers' port is the one
@@ -177,7 +177,7 @@ class WorkerGroup:
         self._host_store(-1)
 
     def between_rounds(self) -> None:
-        """Have the text of :meth:`host_hello`, if any, found by agents that come meanwhile."""
+        """Have the text of :meth:`advertise`, if any, found by agents that come meanwhile."""
         if self._hello:
             self._host_store(-1)
 

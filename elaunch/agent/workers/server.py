@@ -136,7 +136,7 @@ class WorkerServer:
         self._reaper = reaper
         self._channel: LocalChannel | None = None
         self._pid = 0
-        self._strangers: list[int] = []
+        self._inherited: list[int] = []
         self._closing = False
         self._started_any = False
         self._ended = threading.Event()
@@ -149,7 +149,7 @@ class WorkerServer:
     def start(self) -> None:
         """Start the process, its reader and the reaper; ServerReady is posted in time."""
         # A program that executed elaunch in its place may have had children: not elaunch's.
-        self._strangers = proc.children(os.getpid())
+        self._inherited = proc.children(os.getpid())
         given = env.take_server()
         ours = self._spawn() if given is None else self._adopt(*given)
         self._channel = channel = LocalChannel(ours)
@@ -195,7 +195,7 @@ class WorkerServer:
     def _adopt(self, pid: int, fd: int) -> socket.socket:
         """Take a child as the server that is a fork of the program which has started this agent."""
         os.set_inheritable(fd, False)
-        self._strangers.remove(pid)
+        self._inherited.remove(pid)
         self._pid = pid
         self._reaper.adopt(pid, self._note_end)
         return socket.socket(fileno=fd)
@@ -251,7 +251,7 @@ class WorkerServer:
 
     def _sweep_own(self, round_number: int) -> Message:
         order = {"round": round_number, "signum": 0, "grace": 0.0, "deadline": KILL_DEADLINE}
-        sweep = Sweep(order, os.getpid(), lambda: self._strangers)
+        sweep = Sweep(order, os.getpid(), lambda: self._inherited)
         pause = threading.Event()
         while not sweep.step():
             pause.wait(LOOK_AGAIN)

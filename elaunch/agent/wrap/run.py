@@ -226,7 +226,7 @@ class Wrapper:
         return f"rank {self._plan.rank} on {os.uname().nodename}{pid} ({shown})"
 
     def _say(self, text: str) -> None:
-        self._pump.say(f"elaunch: {self._who()}: {text}")
+        self._pump.show(f"elaunch: {self._who()}: {text}")
 
 
 def _server_plan(plan: WrapPlan) -> ServerPlan:

@@ -53,10 +53,10 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return Publish(replace(step.plan, waits="")), reason
     if isinstance(step, Search) or not reason or view.plan.phase == "over":
         return step, reason
-    due = view.posted + rules.remind
+    due = view.published_at + rules.remind
     if now < due:
         return Wait(due if step.until is None else min(step.until, due)), reason
-    waits = f"{reason}, for {_rounded(now - view.since, rules.remind):g} s"
+    waits = f"{reason}, for {_rounded(now - view.phase_since, rules.remind):g} s"
     return Publish(replace(view.plan, waits=waits)), reason
 
 
@@ -165,7 +165,7 @@ def _idle(view: View) -> list[Node]:
 def _never_began(view: View, now: float, rules: Rules) -> Plan | None:
     """Return the job's end if a node has not started its workers for as long as nodes may take."""
     patience, idle = rules.patience, _idle(view)
-    if not idle or now < view.since + patience:
+    if not idle or now < view.phase_since + patience:
         return None
     reason = f"{text.nodes(idle)} did not start round {view.plan.round} in {patience:g} s"
     return over(view.plan, StoreError.exit_code, reason)
@@ -177,7 +177,7 @@ def _running(view: View, now: float, rules: Rules) -> Decision:
     idle = _idle(view)
     if not idle or not isinstance(step, Wait):
         return step, reason
-    until = view.since + rules.patience
+    until = view.phase_since + rules.patience
     until = until if step.until is None else min(until, step.until)
     return Wait(until), f"waiting for {text.nodes(idle)} to start round {view.plan.round}"
 

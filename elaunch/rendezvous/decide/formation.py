@@ -62,7 +62,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         verdict = judged
     if plan.asked or asked(view):
         return _preempted(view)
-    view = sharing.without_strangers(view)
+    view = sharing.with_sharing_nodes_only(view)
     enough = members.enough(view, now, rules)
     if isinstance(enough, NeverARound):
         return publish(over(plan, enough.exit_code, enough.problem))
@@ -72,11 +72,11 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return Wait(enough.settled), "waiting for more nodes"
     if rules.has_checkpoint_dir and sharing.is_unknown(view, enough.names):
         return _search(view, rules, enough.names)
-    strangers = sharing.strangers(view, enough.names)
-    if strangers:
-        return publish(over(plan, sharing.EXIT_CODE, sharing.problem(view, strangers)))
-    if view.found is not None and view.found.problem:
-        return _unreadable(plan, view.found)
+    others = sharing.not_sharing(view, enough.names)
+    if others:
+        return publish(over(plan, sharing.EXIT_CODE, sharing.problem(view, others)))
+    if view.search_result is not None and view.search_result.problem:
+        return _unreadable(plan, view.search_result)
     if verdict is not None:
         until = ended_at(view) + verdict.backoff * view.jitter
         if until > now:
@@ -140,7 +140,7 @@ def over(plan: Plan, exit_code: int, reason: str) -> Plan:
 
 def ended_at(view: View) -> float:
     """Return when the last node of the round had ended, or was gone."""
-    times = [view.began]
+    times = [view.leads_since]
     for node in view.plan.nodes:
         if node.name in view.present:
             times.append(view.present[node.name].changed)
@@ -168,7 +168,7 @@ def first_failure(view: View, now: float) -> WorkerFailure | None:
 
 def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decision:
     plan, patience = view.plan, rules.patience
-    until = view.since + patience
+    until = view.phase_since + patience
     whom = text.nodes(late)
     if now >= until:
         problem = f"{whom} did not end round {plan.round} in {patience:g} s"
@@ -204,7 +204,7 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
 
 def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     """Return that the budget has another restart, or the decision that comes before or instead."""
-    plan, found = view.plan, view.found
+    plan, found = view.plan, view.search_result
     allowed = budget.Budget(rules.max_restarts, rules.lifetime_budget, rules.has_checkpoint_dir)
     spent = budget.Spent(plan.restarts, plan.without_progress, plan.crashes)
     unknown = rules.has_checkpoint_dir and (found is None or found.again)
@@ -241,7 +241,9 @@ def _lived_long(view: View) -> bool:
     failed = view.plan.failure
     member = None if failed is None else view.present.get(failed.node)
     failed_at = member.failed_at if member else None
-    return (ended_at(view) if failed_at is None else failed_at) - view.ran >= budget.LONG_ENOUGH
+    return (
+        ended_at(view) if failed_at is None else failed_at
+    ) - view.round_began >= budget.LONG_ENOUGH
 
 
 def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
@@ -250,7 +252,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
         return Wait(), reason
     if rules.checkpoint_local and not view.plan.reason:
         # The agents to be asked know each other by the job's incarnation id: publish it.
-        return _pause(view, f"{reason} on {count(len(view.present))}", view.began)
+        return _pause(view, f"{reason} on {count(len(view.present))}", view.leads_since)
     present = {name: member.record for name, member in view.present.items()}
     seen = (record.seen.job for record in present.values() if record.seen is not None)
     jobs = frozenset([view.plan.job, *seen])
@@ -277,11 +279,11 @@ def _pause(view: View, reason: str, until: float) -> Decision:
 def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
     """Wait for more nodes; the error after ``join_timeout`` names who is there and who went."""
     waiting = view.plan.phase == "forming"
-    until = (view.since if waiting else now) + rules.join_timeout
+    until = (view.phase_since if waiting else now) + rules.join_timeout
     if now >= until:
         problem = few.text(f" after {rules.join_timeout:g} s", now)
         return publish(over(view.plan, JoinTimeoutError.exit_code, problem))
-    tell = view.posted + max(rules.settle, 1.0)
+    tell = view.published_at + max(rules.settle, 1.0)
     if waiting and tell > now:  # to name them all for each that comes takes long where many do
         return Wait(min(until, tell, few.again or until)), view.plan.reason
     reason = few.text("", None)

@@ -20,7 +20,7 @@ def newest(view: View, names: Iterable[str] | None = None) -> PlanCheckpoint | N
 
     Of one that is on the disk by now, that is returned.
     """
-    found = view.found.checkpoint if view.found else None
+    found = view.search_result.checkpoint if view.search_result else None
     members = view.present if names is None else names
     held = _whole([view.present[name].record for name in members])
     if held is None or (found is not None and _age(found) >= (held.step, held.round)):

@@ -72,7 +72,7 @@ class Few(Struct, frozen=True):
         return text
 
 
-def _by_host(one: words.HasPlace) -> list[tuple[int, str]]:
+def _by_host(one: words.HasAddress) -> list[tuple[int, str]]:
     return natural(one.host)
 
 
@@ -159,12 +159,12 @@ def _settled(view: View, now: float, rules: Rules, number: int) -> float:
     """Return when the nodes that are there may begin without waiting for others."""
     if view.plan.round >= 0 and (view.known is None or view.known.round < view.plan.round):
         return now
-    settled = max(now, view.opened + _fences(view, rules, number))
+    settled = max(now, view.store_opened + _fences(view, rules, number))
     if number < rules.max_nodes:
-        settled = max(settled, max(view.began, view.stirred) + rules.settle)
+        settled = max(settled, max(view.leads_since, view.last_newcomer_at) + rules.settle)
     for one in view.present.values():
         if goes_on(one.record, rules) is not None and not one.record.rests:
-            settled = max(settled, view.began + rules.join_timeout)
+            settled = max(settled, view.leads_since + rules.join_timeout)
     return settled
 
 

@@ -31,7 +31,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     there = {
         name: one
         for name, one in view.present.items()
-        if name not in members and name not in plan.strangers and one.record.state != "leaving"
+        if name not in members and name not in plan.not_sharing and one.record.state != "leaving"
     }
     if not there and not plan.spares and not plan.joining:
         return Wait(), ""
@@ -46,14 +46,14 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
                 return Wait(begin), ""
             if joining != plan.joining:
                 return Publish(replace(plan, joining=joining, spares=spares)), plan.reason
-            begin = view.posted + rules.preempt_grace
+            begin = view.published_at + rules.preempt_grace
         if begin is not None and begin <= now:
             reason = _joined([view.present[name].record for name in joining])
             plan = replace(plan, phase="ending", cause="joined", reason=reason, failure=None)
             return Publish(replace(plan, joining=joining, spares=spares)), reason
         waits.append(begin)
     if (joining, spares) != (plan.joining, plan.spares):
-        announce = view.stirred + rules.debounce
+        announce = view.last_newcomer_at + rules.debounce
         if announce <= now:
             return Publish(replace(plan, joining=joining, spares=spares)), plan.reason
         waits.append(announce)

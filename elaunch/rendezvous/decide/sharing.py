@@ -8,7 +8,7 @@ looks for the files of the round's newcomers. Those of the round before were loo
 not seen                what happens
 ======================  ============================================================================
 before the first round  the job ends with exit code 2, on all nodes, and no worker was started
-later                   the newcomer is left out and ends (``Plan.strangers``); the job goes on
+later                   the newcomer is left out and ends (``Plan.not_sharing``); the job goes on
 ======================  ============================================================================
 """
 
@@ -36,7 +36,7 @@ def probes(view: View, names: Iterable[str]) -> frozenset[str]:
 
 def is_unknown(view: View, names: Iterable[str]) -> bool:
     """Return whether the last search has not looked for all their files, or not on all of them."""
-    found = view.found
+    found = view.search_result
     if found is None or found.again:
         return True
     if found.problem:
@@ -44,26 +44,26 @@ def is_unknown(view: View, names: Iterable[str]) -> bool:
     names = frozenset(names)
     if found.ready is not None and not names <= found.ready:
         return True
-    return not probes(view, names) <= found.asked
+    return not probes(view, names) <= found.probes
 
 
-def strangers(view: View, names: Iterable[str]) -> tuple[str, ...]:
+def not_sharing(view: View, names: Iterable[str]) -> tuple[str, ...]:
     """Return those whose files were looked for and not seen."""
-    if view.found is None:
+    if view.search_result is None:
         return ()
-    unseen = view.found.unseen
+    unseen = view.search_result.unseen
     return tuple(name for name in names if view.present[name].record.probe in unseen)
 
 
-def without_strangers(view: View) -> View:
+def with_sharing_nodes_only(view: View) -> View:
     """Return the view without newcomers whose directory is another one; the plan names them."""
     if view.plan.round < 0:
         return view
-    found = strangers(view, view.present)
+    found = not_sharing(view, view.present)
     if not found:
         return view
     present = {name: one for name, one in view.present.items() if name not in found}
-    return replace(view, present=present, plan=replace(view.plan, strangers=found))
+    return replace(view, present=present, plan=replace(view.plan, not_sharing=found))
 
 
 def problem(view: View, found: Iterable[str]) -> str:

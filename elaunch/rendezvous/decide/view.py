@@ -93,15 +93,15 @@ class Absent(Struct, frozen=True):
 class SearchResult(Struct, frozen=True):
     """The result of the search for a checkpoint: a checkpoint, none, or a problem.
 
-    ``asked`` are the probes that were looked for (elaunch.rendezvous.decide.sharing), ``unseen``
-    those of them that are not there. ``ready`` are the nodes on which the checkpoint is, where each
-    has a directory of its own; None: on all. ``again``: a node was not reached, so nothing is
-    known. ``exit_code`` is what the job ends with because of a problem.
+    ``probes`` are the marks of newcomers that were looked for (elaunch.rendezvous.decide.sharing),
+    ``unseen`` those of them that are not there. ``ready`` are the nodes on which the checkpoint is,
+    where each has a directory of its own; None: on all. ``again``: a node was not reached, so
+    nothing is known. ``exit_code`` is what the job ends with because of a problem.
     """
 
     checkpoint: PlanCheckpoint | None = None
     problem: str = ""
-    asked: frozenset[str] = frozenset()
+    probes: frozenset[str] = frozenset()
     unseen: frozenset[str] = frozenset()
     ready: frozenset[str] | None = None
     again: bool = False
@@ -129,16 +129,17 @@ class View(Struct, frozen=True):
         plan: the newest in the store, or the empty one with which a job begins.
         present: the members, but for those that belong to a job that is over.
         absent: nodes of the plan's round that are not.
-        began: when this coordinator became the leader.
-        since: when it first saw the plan's phase.
-        opened: when this agent began to open the store; agents of an earlier host of it may still
-            have workers for as long as a fence takes from then on.
+        leads_since: when this coordinator became the leader.
+        phase_since: when it first saw the plan's phase.
+        store_opened: when this agent began to open the store; agents of an earlier host of it may
+            still have workers for as long as a fence takes from then on.
         known: how far the job was, if an agent knows that a store that is no more had begun it.
-        posted: when this coordinator last published, or became the leader.
-        stirred: when an agent that is no node of the plan's round last came or went.
-        found: the last search, if nothing has run since.
+        published_at: when this coordinator last published, or became the leader.
+        last_newcomer_at: when an agent that is no node of the plan's round last came or went.
+        search_result: of the last search, if nothing has run since.
         searching: whether a search goes on.
-        ran: when the last node of the plan's round began it, as far as this coordinator knows.
+        round_began: when the last node of the plan's round began it, as far as this coordinator
+            knows.
         jitter: which part of a backoff to wait, 0.5 to 1.
         unannounced: the plan is not in the store, and must be: the job that was there is over.
     """
@@ -147,15 +148,15 @@ class View(Struct, frozen=True):
     plan: Plan
     present: Mapping[str, Present]
     absent: Mapping[str, Absent]
-    began: float = 0.0
-    since: float = 0.0
-    opened: float = 0.0
+    leads_since: float = 0.0
+    phase_since: float = 0.0
+    store_opened: float = 0.0
     known: LastKnown | None = None
-    posted: float = 0.0
-    stirred: float = 0.0
-    found: SearchResult | None = None
+    published_at: float = 0.0
+    last_newcomer_at: float = 0.0
+    search_result: SearchResult | None = None
     searching: bool = False
-    ran: float = 0.0
+    round_began: float = 0.0
     jitter: float = 1.0
     unannounced: bool = False
 

@@ -40,7 +40,7 @@ from elaunch.store.etcd import errors
 from elaunch.store.etcd.connection import Member, Metadata
 from elaunch.store.etcd.errors import Outcome, Refusal
 from elaunch.store.etcd.history import RevisionHistory
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,7 @@ class Calls:
     """The connections to the members of one etcd.
 
     Args:
-        place: where it is.
+        cluster: where it is.
         loaded: what elaunch.store.etcd.imports.load returned.
         history: of this etcd, if the agent was connected to it before.
 
@@ -67,17 +67,17 @@ class Calls:
     """
 
     def __init__(
-        self, place: EtcdPlace, loaded: Any, history: RevisionHistory | None = None
+        self, cluster: EtcdCluster, loaded: Any, history: RevisionHistory | None = None
     ) -> None:
-        self.place = place
+        self.cluster = cluster
         self.loaded = loaded
         self.history = history or RevisionHistory()
         self.closed = False
         self._replaced = ""
         self.untrusted = False  # the last StoreDenied was about certificates, not about a user
         self.moved: Callable[[], None] = lambda: None
-        credentials = _credentials(place, loaded)
-        self.members = [Member(loaded, address, credentials) for address in place.addresses]
+        credentials = _credentials(cluster, loaded)
+        self.members = [Member(loaded, address, credentials) for address in cluster.addresses]
         self._current = random.randrange(len(self.members))  # agents spread over the members
         self._let_in = False
         self._token: str | None = None
@@ -100,7 +100,7 @@ class Calls:
             StoreUnreachable, StoreDenied, StoreClosed: as the Store's methods.
             StoreError: etcd will not do this, ever.
         """
-        timeout, known = self.place.call_timeout, self.history.revision
+        timeout, known = self.cluster.call_timeout, self.history.revision
 
         def one(member: Member, seconds: float, metadata: Metadata) -> Any:
             return member.call(service, method, request, seconds, metadata)
@@ -110,8 +110,8 @@ class Calls:
             problem = self.history.continues(answer.header, known)
             if problem:
                 self._replaced = (
-                    f"{self.place} has lost its memory: {problem}; was it wiped, or restored from "
-                    "a snapshot?"
+                    f"{self.cluster} has lost its memory: {problem}; was it wiped, or restored "
+                    "from a snapshot?"
                 )
                 self.moved()
                 self.check_open()
@@ -151,13 +151,13 @@ class Calls:
     def check_open(self) -> None:
         """Raise StoreClosed after ``close``, StoreReplaced where etcd is not what it was."""
         if self.closed:
-            raise StoreClosed(f"the connection to {self.place} was closed")
+            raise StoreClosed(f"the connection to {self.cluster} was closed")
         if self._replaced:
             raise StoreReplaced(self._replaced)
 
     def here(self) -> tuple[Member, Metadata]:
         """Return the member that calls go to, and what goes with a call; raises as ``ask``."""
-        timeout = self.place.call_timeout
+        timeout = self.cluster.call_timeout
         return self.attempt(lambda member, _, metadata: (member, metadata), timeout, timeout)
 
     def find(self) -> None:
@@ -170,7 +170,7 @@ class Calls:
 
     def metadata(self, member: Member, seconds: float) -> Metadata:
         """Return what goes with each call: that a leader is needed, and our token."""
-        if self.place.user is None:
+        if self.cluster.user is None:
             return _NEEDS_LEADER
         with self._token_lock:
             if self._token is None:
@@ -216,17 +216,17 @@ class Calls:
             except Refusal as raised:
                 refusal = raised
             if refusal.kind == "denied":
-                raise StoreDenied(errors.denied(self.place, refusal.text))
+                raise StoreDenied(errors.denied(self.cluster, refusal.text))
             if refusal.kind == "gone":
-                raise LeaseLost(f"{self.place} has given up our entry: the lease has expired")
+                raise LeaseLost(f"{self.cluster} has given up our entry: the lease has expired")
             if refusal.kind == "full":
-                raise StoreFull(errors.full(self.place, refusal.text))
+                raise StoreFull(errors.full(self.cluster, refusal.text))
             if refusal.kind == "wrong":
-                raise StoreError(f"{self.place} cannot do what it was asked: {refusal.text}")
+                raise StoreError(f"{self.cluster} cannot do what it was asked: {refusal.text}")
             if refusal.kind != "token":
                 raise refusal
-            if self.place.user is None:
-                raise StoreDenied(errors.denied(self.place, refusal.text))
+            if self.cluster.user is None:
+                raise StoreDenied(errors.denied(self.cluster, refusal.text))
             self.forget_token(metadata)
             if not may_renew:
                 raise refusal
@@ -235,7 +235,7 @@ class Calls:
     def _authenticate(self, member: Member, seconds: float) -> str:
         """Return a token for our user; empty if this etcd has no users."""
         request = self.loaded.rpc.AuthenticateRequest(
-            name=self.place.user, password=self.place.password or ""
+            name=self.cluster.user, password=self.cluster.password or ""
         )
         try:
             return str(member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER).token)
@@ -254,7 +254,7 @@ class Calls:
         ]
         can = []
         for member, future in asked:
-            found = self._said_of_itself(future)
+            found = self._status_of(future)
             if found is None:
                 can.append(member)
                 if member.address in refusals:
@@ -264,7 +264,7 @@ class Calls:
                 refusals[member.address] = found
         return sorted(can, key=lambda member: member is not self.current)
 
-    def _said_of_itself(self, future: Any) -> Refusal | None:
+    def _status_of(self, future: Any) -> Refusal | None:
         """Return why a member cannot be used by its answer to a probe; None: it can."""
         try:
             leader = future.result().leader  # ends by its own deadline
@@ -274,11 +274,11 @@ class Calls:
         return None if leader else Refusal("leaderless", "it has no leader")
 
     def _unreachable(self, refusals: dict[str, Refusal]) -> StoreError:
-        ordered = {a: refusals[a] for a in self.place.addresses if a in refusals}
+        ordered = {a: refusals[a] for a in self.cluster.addresses if a in refusals}
         outcome = Outcome(ordered, len(self.members))
         self.untrusted = not self._let_in and _only_tls(refusals.values())
         if self.untrusted:
-            return StoreDenied(errors.not_trusted(self.place, outcome.text))
+            return StoreDenied(errors.not_trusted(self.cluster, outcome.text))
         text = f"no etcd answers: {outcome.text}"
         return StoreUnreachable(text, outcome.nobody_decides, outcome.unsettled)
 
@@ -288,16 +288,16 @@ def _only_tls(refusals: Iterable[Refusal]) -> bool:
     return "tls" in kinds and kinds <= {"tls", "refused", "silent"}
 
 
-def _credentials(place: EtcdPlace, loaded: Any) -> Any:
-    if place.cacert is None:
+def _credentials(cluster: EtcdCluster, loaded: Any) -> Any:
+    if cluster.cacert is None:
         return None
     try:
         cacert, key, cert = (
             None if path is None else path.read_bytes()
-            for path in (place.cacert, place.key, place.cert)
+            for path in (cluster.cacert, cluster.key, cluster.cert)
         )
     except OSError as error:
         raise StoreDenied(
-            f"{place} needs the file {error.filename}, which cannot be read: {error.strerror}"
+            f"{cluster} needs the file {error.filename}, which cannot be read: {error.strerror}"
         ) from error
     return loaded.grpc.ssl_channel_credentials(cacert, key, cert)

@@ -26,12 +26,12 @@ from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import imports
 from elaunch.store.etcd.calls import Calls
 from elaunch.store.etcd.history import RevisionHistory
-from elaunch.store.etcd.keys import EtcdPlace, every_job, keys_of, run_id_of
+from elaunch.store.etcd.keys import EtcdCluster, every_job, keys_of, run_id_of
 from elaunch.store.etcd.lease import OwnLease
 from elaunch.store.etcd.members import EtcdMembers
 from elaunch.store.etcd.plan import EtcdPlan
 from elaunch.store.etcd.txn import Transactions
-from elaunch.store.etcd.watch import Watching
+from elaunch.store.etcd.watch import Watcher
 from elaunch.store.protocol import Change, Lease, Post, Store
 
 _PAUSE = 0.5
@@ -41,12 +41,12 @@ CLEARED_SECONDS = 60
 
 
 def connect(
-    place: EtcdPlace, run_id: str, *, deadline: float, history: RevisionHistory | None = None
+    cluster: EtcdCluster, run_id: str, *, deadline: float, history: RevisionHistory | None = None
 ) -> Store:
     """Return the store of the job ``run_id``.
 
     Args:
-        place: where etcd is.
+        cluster: where etcd is.
         run_id: the job's.
         deadline: seconds within which it must answer.
         history: how far this etcd had come when this agent was connected to it before.
@@ -57,7 +57,7 @@ def connect(
         StoreDenied: it does not let us in, or we do not trust it.
         StoreError: the client cannot be loaded.
     """
-    calls = Calls(place, imports.load(), history)
+    calls = Calls(cluster, imports.load(), history)
     try:
         _reach(calls, deadline)
     except BaseException:
@@ -66,12 +66,12 @@ def connect(
     return EtcdStore(calls, run_id)
 
 
-def run_ids(place: EtcdPlace) -> list[str]:
+def run_ids(cluster: EtcdCluster) -> list[str]:
     """Return the run ids of all jobs that have something in this etcd; raises as ``connect``."""
-    calls = Calls(place, imports.load())
+    calls = Calls(cluster, imports.load())
     try:
-        kvs, _ = Transactions(calls).read_all(every_job(place.prefix), keys_only=True)
-        return sorted({run_id_of(place.prefix, kv.key) for kv in kvs})
+        kvs, _ = Transactions(calls).read_all(every_job(cluster.prefix), keys_only=True)
+        return sorted({run_id_of(cluster.prefix, kv.key) for kv in kvs})
     finally:
         calls.close()
 
@@ -83,7 +83,7 @@ def _reach(calls: Calls, deadline: float) -> None:
     never = threading.Event()
     while True:
         try:
-            Transactions(calls).read(every_job(calls.place.prefix))
+            Transactions(calls).read(every_job(calls.cluster.prefix))
             return
         except StoreReplaced:
             raise
@@ -106,18 +106,18 @@ class EtcdStore:
     def __init__(self, calls: Calls, run_id: str) -> None:
         self._calls = calls
         self._news = threading.Condition()
-        keys, txns = keys_of(calls.place.prefix, run_id), Transactions(calls)
+        keys, txns = keys_of(calls.cluster.prefix, run_id), Transactions(calls)
         self._txns, self._keys = txns, keys
-        self._watching = Watching(calls, self._news)
-        calls.moved = self._watching.move
-        self._plan = EtcdPlan(txns, keys, self._watching, self._news)
-        self._own = OwnLease(txns, keys, self._watching, self._news)
-        self._members = EtcdMembers(txns, keys, self._watching, self._news, leads=self._own.leads)
+        self._watcher = Watcher(calls, self._news)
+        calls.moved = self._watcher.move
+        self._plan = EtcdPlan(txns, keys, self._watcher, self._news)
+        self._own = OwnLease(txns, keys, self._watcher, self._news)
+        self._members = EtcdMembers(txns, keys, self._watcher, self._news, leads=self._own.leads)
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """Where the store is, for messages."""
-        return str(self._calls.place)
+        return str(self._calls.cluster)
 
     @property
     def member(self) -> str:
@@ -180,7 +180,7 @@ class EtcdStore:
             return value or offer
         now = answer.found[0]  # another agent's, or ours where the answer was lost
         if not now:
-            raise StoreUnreachable(f"{self.place} has lost what this job's agents share")
+            raise StoreUnreachable(f"{self.name} has lost what this job's agents share")
         return bytes(now[0].value)
 
     def clear(self) -> None:
@@ -197,4 +197,4 @@ class EtcdStore:
         self._own.close()
         with self._news:
             self._news.notify_all()
-        self._watching.close(_CLOSE_SECONDS)
+        self._watcher.close(_CLOSE_SECONDS)

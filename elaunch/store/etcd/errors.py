@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 
 Kind = Literal[
     "refused", "leaderless", "silent", "failing", "tls", "token", "denied", "gone", "full", "wrong"
@@ -128,33 +128,37 @@ def _shortened(details: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
-def denied(place: EtcdPlace, text: str) -> str:
+def denied(cluster: EtcdCluster, text: str) -> str:
     """Return the message for a user whom etcd does not let in: what to check."""
-    if place.user is None:
-        return f"{place} does not let us in ({text}): give a user and a password for it"
+    if cluster.user is None:
+        return f"{cluster} does not let us in ({text}): give a user and a password for it"
     if "authentication failed" in text:
-        return f"{place} does not know the user {place.user!r} with this password: check both"
+        return f"{cluster} does not know the user {cluster.user!r} with this password: check both"
     return (
-        f"{place} does not let the user {place.user!r} in ({text}): it needs a role that may read "
-        f"and write the keys below {place.prefix}/"
+        f"{cluster} does not let the user {cluster.user!r} in ({text}): it needs a role that may "
+        f"read and write the keys below {cluster.prefix}/"
     )
 
 
-def full(place: EtcdPlace, text: str) -> str:
+def full(cluster: EtcdCluster, text: str) -> str:
     """Return the message for an etcd whose space is used up: how to free some."""
     return (
-        f"{place} takes no more writes ({text}; alarm NOSPACE): free space with etcdctl compact, "
+        f"{cluster} takes no more writes ({text}; alarm NOSPACE): free space with etcdctl compact, "
         "defrag and alarm disarm, and raise its --quota-backend-bytes"
     )
 
 
-def not_trusted(place: EtcdPlace, text: str) -> str:
+def not_trusted(cluster: EtcdCluster, text: str) -> str:
     """Return the message for TLS that does not come about: what to check."""
-    if place.cacert is None:
+    if cluster.cacert is None:
         check = "does it want TLS? Then give cacert"
-    elif place.cert is None:
-        check = f"is it signed by an authority in {place.cacert}, and does it ask for a certificate"
+    elif cluster.cert is None:
+        check = (
+            f"is it signed by an authority in {cluster.cacert}, and does it ask for a certificate"
+        )
         check += " of ours (cert, key)?"
     else:
-        check = f"is it signed by an authority in {place.cacert}, and does it trust {place.cert}?"
-    return f"{place} cannot be talked to: {check} ({text})"
+        check = (
+            f"is it signed by an authority in {cluster.cacert}, and does it trust {cluster.cert}?"
+        )
+    return f"{cluster} cannot be talked to: {check} ({text})"

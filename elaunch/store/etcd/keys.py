@@ -23,7 +23,7 @@ from elaunch.text import host_port
 
 
 @dataclass(frozen=True)
-class EtcdPlace:
+class EtcdCluster:
     """One etcd: its members' client addresses, the prefix of our keys, how to get in.
 
     ``cacert`` means TLS; ``cert`` and ``key`` are our own, if etcd asks for one. ``call_timeout``

@@ -31,14 +31,14 @@ from elaunch.store.etcd.errors import Refusal
 from elaunch.store.etcd.keys import Keys
 from elaunch.store.etcd.members import LEFT
 from elaunch.store.etcd.txn import Transactions, Txn
-from elaunch.store.etcd.watch import Watch, Watching
+from elaunch.store.etcd.watch import Watch, Watcher
 
 _TRIES = 8
 """Writes of ours that may be applied late, one after the other, while one update is made."""
 
 
 @dataclass(frozen=True)
-class _Own:
+class _Entry:
     """An entry of ours: its name and key, since which revision, its lease and that one's length."""
 
     name: str
@@ -120,21 +120,21 @@ class OwnLease:
     Args:
         txns: the connection.
         keys: of the job.
-        watching: where the one before us in line is watched.
-        news: the condition that ``watching`` notifies.
+        watcher: where the one before us in line is watched.
+        news: the condition that ``watcher`` notifies.
     """
 
     def __init__(
-        self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
+        self, txns: Transactions, keys: Keys, watcher: Watcher, news: threading.Condition
     ) -> None:
         self._txns = txns
         self._keys = keys
-        self._watching = watching
+        self._watcher = watcher
         self._news = news
         self._renewal = Renewal(txns.calls)
-        self._own: _Own | None = None
+        self._own: _Entry | None = None
         self._modified = 0  # revision of the entry as it was last written or found
-        self._doubtful = 0  # lease of an entry of which it is not known whether it was written
+        self._unconfirmed = 0  # lease of an entry of which it is not known whether it was written
         self._in_line: tuple[bytes, int] | None = None  # our key there and its create revision
         self._leads = False
         self._before: Watch | None = None
@@ -156,9 +156,9 @@ class OwnLease:
             raise ValueError(f"this agent is enrolled already, as {self._own.name}")
         txns, key = self._txns, self._keys.agent(name)
         lease, granted = txns.grant(math.ceil(ttl))
-        self._doubtful = lease
+        self._unconfirmed = lease
         answer = txns.send([txns.created(key, 0)], [txns.put(key, value, lease)], [txns.get(key)])
-        self._doubtful = 0
+        self._unconfirmed = 0
         created = answer.revision
         if not answer.done:
             found = answer.found[0]
@@ -166,7 +166,7 @@ class OwnLease:
                 raise LeaseLost(f"the name {name} is or was a member's already")
             created = found[0].create_revision  # the first answer was lost
         self._modified = created
-        self._own = _Own(name, key, created, lease, float(granted))
+        self._own = _Entry(name, key, created, lease, float(granted))
 
     def update(self, value: bytes) -> None:
         """Replace the entry's value; raises LeaseLost."""
@@ -187,12 +187,14 @@ class OwnLease:
             self._modified = found.mod_revision
             if found.value == value:
                 return  # it was done, and the answer was lost
-        raise StoreUnreachable(f"the entry {own.name} in {txns.calls.place} does not come to rest")
+        raise StoreUnreachable(
+            f"the entry {own.name} in {txns.calls.cluster} does not come to rest"
+        )
 
     def renew(self) -> None:
         """Renew the lease; raises LeaseLost."""
         own, calls = self._enrolled(), self._txns.calls
-        seconds = min(calls.place.call_timeout, max(0.3, own.ttl / 6))
+        seconds = min(calls.cluster.call_timeout, max(0.3, own.ttl / 6))
         for _ in range(2):
             known = calls.history.revision
             left, revision = self._renewal.renew(own.lease, seconds, 0.4 * own.ttl)
@@ -245,26 +247,26 @@ class OwnLease:
 
     def _revoke(self) -> None:
         """Give up the lease of an entry that may be written yet; it expires if this fails."""
-        if not self._doubtful:
+        if not self._unconfirmed:
             return
         with suppress(LeaseLost):  # it is gone already
-            self._txns.revoke(self._doubtful)
-        self._doubtful = 0
+            self._txns.revoke(self._unconfirmed)
+        self._unconfirmed = 0
 
-    def _enrolled(self) -> _Own:
+    def _enrolled(self) -> _Entry:
         self._txns.calls.check_open()
         if self._own is None:
-            raise LeaseLost(f"this agent is no member in {self._txns.calls.place}")
+            raise LeaseLost(f"this agent is no member in {self._txns.calls.cluster}")
         return self._own
 
-    def _lost(self, own: _Own) -> LeaseLost:
+    def _lost(self, own: _Entry) -> LeaseLost:
         self._forget(own)
         return LeaseLost(
-            f"{self._txns.calls.place} has given up our entry {own.name}: it was not renewed for "
+            f"{self._txns.calls.cluster} has given up our entry {own.name}: it was not renewed for "
             f"{own.ttl:g} s, or was removed"
         )
 
-    def _forget(self, own: _Own) -> None:
+    def _forget(self, own: _Entry) -> None:
         with self._news:
             if self._own is not own:
                 return
@@ -273,9 +275,9 @@ class OwnLease:
             before, self._before = self._before, None
             self._news.notify_all()
         if before is not None:
-            self._watching.remove(before)
+            self._watcher.remove(before)
 
-    def _get_in_line(self, own: _Own) -> None:
+    def _get_in_line(self, own: _Entry) -> None:
         txns, key = self._txns, self._keys.candidate(own.name)
         answer = txns.send(
             [txns.created(own.key, own.created), txns.created(key, 0)],
@@ -291,7 +293,7 @@ class OwnLease:
             raise self._lost(own)
         self._in_line = key, found[0].create_revision  # the first answer was lost
 
-    def _await_turn(self, own: _Own, until: float) -> bool:
+    def _await_turn(self, own: _Entry, until: float) -> bool:
         """Wait until the agent before us in line may be gone; False: not by ``until``."""
         began = time.monotonic()
         with self._news:
@@ -300,14 +302,14 @@ class OwnLease:
                     raise LeaseLost(
                         f"{own.name} has lost its entry while it waited for the leadership"
                     )
-                self._watching.check(began)
+                self._watcher.check(began)
                 left = until - time.monotonic()
                 if left <= 0:
                     return False
                 self._news.wait(left)
         return True
 
-    def _look_ahead(self, own: _Own) -> None:
+    def _look_ahead(self, own: _Entry) -> None:
         """Find the key before ours now: none, and we lead, or one to watch."""
         line, txns = self._in_line, self._txns
         if line is None:
@@ -317,7 +319,7 @@ class OwnLease:
         if not answer.done:
             raise self._lost(own)
         if self._before is not None:
-            self._watching.remove(self._before)
+            self._watcher.remove(self._before)
             self._before = None
         self._stand_behind(answer)
 
@@ -330,7 +332,7 @@ class OwnLease:
         self._before_gone = False
         watch = Watch(key, b"", answer.revision + 1, self._take, self._reread)
         self._before = watch
-        self._watching.add(watch)
+        self._watcher.add(watch)
 
     def _take(self, events: Sequence[Any]) -> None:
         if any(event.type == event.DELETE for event in events):

@@ -14,7 +14,7 @@ from typing import Any
 from elaunch.errors import LeaseLost
 from elaunch.store.etcd.keys import Keys, end_of
 from elaunch.store.etcd.txn import Transactions
-from elaunch.store.etcd.watch import Watch, Watching
+from elaunch.store.etcd.watch import Watch, Watcher
 from elaunch.store.protocol import Change, Lease
 
 LEFT = b"\0left"
@@ -27,8 +27,8 @@ class EtcdMembers:
     Args:
         txns: the connection.
         keys: of the job.
-        watching: where the keys are watched, once a call waits.
-        news: the condition that ``watching`` notifies.
+        watcher: where the keys are watched, once a call waits.
+        news: the condition that ``watcher`` notifies.
         leads: whether this agent leads under a name; ``news`` is notified when it ceases to.
     """
 
@@ -36,14 +36,14 @@ class EtcdMembers:
         self,
         txns: Transactions,
         keys: Keys,
-        watching: Watching,
+        watcher: Watcher,
         news: threading.Condition,
         *,
         leads: Callable[[str], bool],
     ) -> None:
         self._txns = txns
         self._keys = keys
-        self._watching = watching
+        self._watcher = watcher
         self._news = news
         self._leads = leads
         self._begin = threading.Lock()
@@ -69,7 +69,7 @@ class EtcdMembers:
                 self._check_leads(name)
                 if self._changes:
                     break
-                self._watching.check(began)
+                self._watcher.check(began)
                 left = began + timeout - time.monotonic()
                 if left <= 0:
                     return ()
@@ -85,7 +85,7 @@ class EtcdMembers:
     def _forget(self) -> None:
         if self._watch is None:
             return
-        self._watching.remove(self._watch)
+        self._watcher.remove(self._watch)
         self._watch = None
         with self._news:
             self._known, self._changes = {}, []
@@ -106,7 +106,7 @@ class EtcdMembers:
             start = self._keys.agents
             watch = Watch(start, end_of(start), 0, self._take, self._read)
             watch.revision = watch.reread() + 1
-            self._watching.add(watch)
+            self._watcher.add(watch)
             self._watch = watch
 
     def _read(self) -> int:
@@ -149,7 +149,7 @@ class EtcdMembers:
         """
         calls = self._txns.calls
         member, metadata = calls.here()
-        until = time.monotonic() + calls.place.call_timeout
+        until = time.monotonic() + calls.cluster.call_timeout
         request = calls.loaded.rpc.LeaseTimeToLiveRequest
         ages: dict[int, float] = {}
         for first in range(0, len(leases), _AGES_AT_ONCE):

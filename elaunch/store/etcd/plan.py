@@ -15,7 +15,7 @@ from typing import Any
 from elaunch.errors import StoreError
 from elaunch.store.etcd.keys import Keys, end_of
 from elaunch.store.etcd.txn import Transactions
-from elaunch.store.etcd.watch import Watch, Watching
+from elaunch.store.etcd.watch import Watch, Watcher
 from elaunch.store.protocol import Post
 
 
@@ -25,17 +25,17 @@ class EtcdPlan:
     Args:
         txns: the connection.
         keys: of the job.
-        watching: where the key is watched, once a call waits.
-        news: the condition that ``watching`` notifies.
+        watcher: where the key is watched, once a call waits.
+        news: the condition that ``watcher`` notifies.
     """
 
     def __init__(
-        self, txns: Transactions, keys: Keys, watching: Watching, news: threading.Condition
+        self, txns: Transactions, keys: Keys, watcher: Watcher, news: threading.Condition
     ) -> None:
         self._txns = txns
         self._key, self._listed = keys.plan, keys.nodes
         self._nodes = b""
-        self._watching = watching
+        self._watcher = watcher
         self._news = news
         self._begin = threading.Lock()
         self._watch: Watch | None = None
@@ -91,7 +91,7 @@ class EtcdPlan:
                 if newest is not None and (newest.version > after or self._replaced):
                     self._replaced = False
                     return newest
-                self._watching.check(began)
+                self._watcher.check(began)
                 left = began + timeout - time.monotonic()
                 if left <= 0:
                     return None
@@ -112,7 +112,7 @@ class EtcdPlan:
                 return
             watch = Watch(self._key, end_of(self._key), 0, self._take, self._read)
             watch.revision = watch.reread() + 1
-            self._watching.add(watch)
+            self._watcher.add(watch)
             self._watch = watch
 
     def _read(self) -> int:

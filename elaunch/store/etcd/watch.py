@@ -45,7 +45,7 @@ class Watch:
     stale: bool = False
 
 
-class Watching:
+class Watcher:
     """Owns the stream, the thread that reads it, and the list of watches.
 
     Args:
@@ -234,7 +234,7 @@ class Watching:
         if refusal.kind in ("token", "denied"):
             self._calls.forget_token(self._metadata)
         if refusal.kind == "denied":
-            raise StoreDenied(errors.denied(self._calls.place, text))
+            raise StoreDenied(errors.denied(self._calls.cluster, text))
         raise StoreUnreachable(f"{stream.member.address} ended a watch: {text or 'no reason'}")
 
     def _create(self, stream: EtcdStream, watch: Watch) -> None:

@@ -30,7 +30,14 @@ from typing import Any
 from elaunch.errors import StoreClosed, StoreUnreachable
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import HELLO, Address, Spot, greet, resolve, spot_name
+from elaunch.store.tcp.connection import (
+    IDENTITY,
+    Address,
+    StoreTarget,
+    handshake,
+    resolve,
+    tcpstore_name,
+)
 from elaunch.store.tcp.host import SHARED
 from elaunch.store.tcp.server import TcpServer
 from elaunch.store.tcp.store import TcpStore
@@ -60,17 +67,17 @@ def host(
     the store that was started does not answer.
     """
     bound = listening.getsockname()
-    name, own = spot_name(bound[0], bound[1]), _reachable(listening)
+    name, own = tcpstore_name(bound[0], bound[1]), _reachable(listening)
     address = (listening.family, (own, *bound[1:]))
-    spot = Spot(name, address, run_id, secrets.token_hex(4))
-    said = {"elaunch": 1, "run_id": run_id, "boot": spot.boot}
+    target = StoreTarget(name, address, run_id, secrets.token_hex(4))
+    said = {"elaunch": 1, "run_id": run_id, "boot": target.boot}
     try:
         server = _serve(listening, own, timeout)
         raw = json.dumps(said).encode()
-        connection = _announce(spot, raw, shared, time.monotonic() + timeout)
+        connection = _announce(target, raw, shared, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
-    return TcpStore(spot, timeout, connection, server=server)
+    return TcpStore(target, timeout, connection, server=server)
 
 
 def connect(
@@ -90,7 +97,7 @@ def connect(
     ``stop`` is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is called when
     nothing listens there any more: whether the store is hosted at another address now.
     """
-    began, name = time.monotonic(), spot_name(host, port)
+    began, name = time.monotonic(), tcpstore_name(host, port)
     stopped = threading.Event() if stop is None else stop
     pause, attempts, foreign_since = PAUSES[0], 0, math.inf
     while not stopped.is_set():
@@ -98,8 +105,8 @@ def connect(
         now = time.monotonic()
         until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
         try:
-            spot, connection = _enter(host, port, run_id, until)
-            return TcpStore(spot, timeout, connection, moved=moved)
+            target, connection = _enter(host, port, run_id, until)
+            return TcpStore(target, timeout, connection, moved=moved)
         except _MissError as miss:
             now = time.monotonic()
             foreign_since = min(foreign_since, now) if miss.foreign else math.inf
@@ -113,7 +120,7 @@ def connect(
     raise StoreClosed(f"stopped while connecting to the {name}")
 
 
-def hello(host: str, port: int, deadline: float) -> dict[str, Any] | None:
+def identify(host: str, port: int, deadline: float) -> dict[str, Any] | None:
     """Return the hello of the store at an address; None: a TCPStore, but not elaunch's.
 
     Asks once, for ``deadline`` seconds at most. Raises StoreUnreachable.
@@ -121,7 +128,7 @@ def hello(host: str, port: int, deadline: float) -> dict[str, Any] | None:
     try:
         _, connection, said = _ask(host, port, time.monotonic() + deadline)
     except _MissError as miss:
-        raise StoreUnreachable(f"cannot reach the {spot_name(host, port)}: {miss}") from None
+        raise StoreUnreachable(f"cannot reach the {tcpstore_name(host, port)}: {miss}") from None
     connection.close()
     return said
 
@@ -134,11 +141,11 @@ class _MissError(Exception):
         self.foreign = foreign
 
 
-def _enter(host: str, port: int, run_id: str, until: float) -> tuple[Spot, Connection]:
+def _enter(host: str, port: int, run_id: str, until: float) -> tuple[StoreTarget, Connection]:
     """Connect and make sure that it is this job's store; raises _MissError."""
     address, connection, said = _ask(host, port, until)
     if said is not None and said["run_id"] == run_id:
-        return Spot(spot_name(host, port), address, run_id, said["boot"]), connection
+        return StoreTarget(tcpstore_name(host, port), address, run_id, said["boot"]), connection
     connection.close()
     if said is None:
         raise _MissError("a TCPStore that no elaunch agent hosts is there", foreign=True)
@@ -157,7 +164,7 @@ def _ask(host: str, port: int, until: float) -> tuple[Address, Connection, dict[
         left = (until - time.monotonic()) / (len(addresses) - place)
         try:
             by = time.monotonic() + min(CALL_TIMEOUT, left)
-            return (address, *greet(address, by, hold=lambda _: None))
+            return (address, *handshake(address, by, hold=lambda _: None))
         except ForeignAnswer as error:
             foreign = True
             what = str(error)
@@ -205,11 +212,11 @@ def _serve(listening: socket.socket, address: str, timeout: float) -> object:
     )
 
 
-def _announce(spot: Spot, said: bytes, shared: bytes, until: float) -> Connection:
+def _announce(target: StoreTarget, said: bytes, shared: bytes, until: float) -> Connection:
     """Write what all share, then the store's hello, and read that back."""
-    connection, _ = greet(spot.address, until, hold=lambda _: None)
-    first = [wire.put(f"{spot.run_id}/{SHARED}", shared)] if shared else []
-    connection.send([*first, wire.put(HELLO, said), wire.get(HELLO)], until)
+    connection, _ = handshake(target.address, until, hold=lambda _: None)
+    first = [wire.put(f"{target.run_id}/{SHARED}", shared)] if shared else []
+    connection.send([*first, wire.put(IDENTITY, said), wire.get(IDENTITY)], until)
     if connection.value(until) != said:
         raise ForeignAnswer("it does not keep what is written")
     return connection

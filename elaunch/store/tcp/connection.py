@@ -37,7 +37,7 @@ from elaunch.store.tcp.wire import Connection, ForeignAnswer
 from elaunch.text import host_port
 
 LONGEST_NAME = 1_000
-HELLO = "elaunch"
+IDENTITY = "elaunch"
 AGAIN = 0.02
 """Seconds before a broken connection is opened again: a host that ends closes its port last."""
 
@@ -46,7 +46,7 @@ Address = tuple[int, tuple[Any, ...]]
 """An address family and what ``socket.connect`` takes."""
 
 
-class Spot(NamedTuple):
+class StoreTarget(NamedTuple):
     """Where a job's store is: what the user called it, the address that answered, whose it is."""
 
     name: str
@@ -55,7 +55,7 @@ class Spot(NamedTuple):
     boot: str
 
 
-def spot_name(host: str, port: int) -> str:
+def tcpstore_name(host: str, port: int) -> str:
     """Return "TCPStore at h:29400", with brackets around an IPv6 address."""
     return f"TCPStore at {host_port(host, port)}"
 
@@ -111,7 +111,7 @@ def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
     return [(family, address) for family, _, _, _, address in found]
 
 
-def greet(
+def handshake(
     address: Address, until: float, hold: Callable[[Connection], None]
 ) -> tuple[Connection, dict[str, Any] | None]:
     """Connect and return the store's hello; None: a TCPStore without one.
@@ -124,14 +124,14 @@ def greet(
     try:
         hold(connection)
         connection.open(where, until)
-        connection.send([wire.get(HELLO)], until)
-        return connection, _read_hello(connection.value(until))
+        connection.send([wire.get(IDENTITY)], until)
+        return connection, _read_identity(connection.value(until))
     except (OSError, ForeignAnswer):
         connection.close()
         raise
 
 
-def _read_hello(raw: bytes) -> dict[str, Any] | None:
+def _read_identity(raw: bytes) -> dict[str, Any] | None:
     if not raw:
         return None
     try:
@@ -159,23 +159,23 @@ class TcpConnection:
     """A connection that is opened again when it breaks; several threads may take turns on it.
 
     Args:
-        spot: where to.
+        target: where to.
         timeout: seconds for one exchange, and for opening.
         closed: set by the owner before :meth:`cut`.
         connection: one that is open already.
-        moved: called when nothing listens at the spot; whether the store is hosted elsewhere now.
+        moved: called when nothing listens at the target; whether the store is hosted elsewhere now.
     """
 
     def __init__(
         self,
-        spot: Spot,
+        target: StoreTarget,
         timeout: float,
         closed: threading.Event,
         connection: Connection | None = None,
         moved: Callable[[], bool] | None = None,
     ) -> None:
         self._moved = moved
-        self.spot, self.timeout = spot, timeout
+        self.target, self.timeout = target, timeout
         self._closed = closed
         self._turn = threading.Lock()
         self._connection = connection
@@ -209,7 +209,7 @@ class TcpConnection:
         broken = math.inf
         while True:
             if self._closed.is_set():
-                raise StoreClosed(f"the connection to the {self.spot.name} was closed")
+                raise StoreClosed(f"the connection to the {self.target.name} was closed")
             now = time.monotonic()
             if now >= broken + self.timeout:
                 raise self._unreachable("it closes every connection")
@@ -227,12 +227,12 @@ class TcpConnection:
 
     def _open(self, until: float) -> Connection:
         if self._connection is None:
-            self._connection, said = greet(self.spot.address, until, self._hold)
-            if said is None or said["run_id"] != self.spot.run_id:
+            self._connection, said = handshake(self.target.address, until, self._hold)
+            if said is None or said["run_id"] != self.target.run_id:
                 raise self._unreachable("it belongs to somebody else now")
-            if said["boot"] != self.spot.boot:
+            if said["boot"] != self.target.boot:
                 raise StoreReplaced(
-                    f"cannot reach the {self.spot.name}: it was started anew and does not know "
+                    f"cannot reach the {self.target.name}: it was started anew and does not know "
                     "this agent"
                 )
         return self._connection
@@ -252,7 +252,7 @@ class TcpConnection:
             return error
         if isinstance(error, ConnectionRefusedError):
             if self._moved is not None and self._moved():
-                return StoreReplaced(f"the {self.spot.name} was started anew at another port")
+                return StoreReplaced(f"the {self.target.name} was started anew at another port")
             return self._unreachable("nothing listens there any more, its host has ended", True)
         if isinstance(error, TimeoutError) and broken < math.inf:
             return self._unreachable(
@@ -265,4 +265,4 @@ class TcpConnection:
         return self._unreachable(getattr(error, "strerror", None) or str(error))
 
     def _unreachable(self, why: str, nobody_decides: bool = False) -> StoreUnreachable:
-        return StoreUnreachable(f"cannot reach the {self.spot.name}: {why}", nobody_decides)
+        return StoreUnreachable(f"cannot reach the {self.target.name}: {why}", nobody_decides)

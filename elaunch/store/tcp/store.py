@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elaunch.errors import LeaseLost, StoreClosed
 from elaunch.store.protocol import Change, Lease, Post
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import Spot, TcpConnection
+from elaunch.store.tcp.connection import StoreTarget, TcpConnection
 from elaunch.store.tcp.host import (
     MOST_ENTRIES,
     NOTICE,
@@ -49,7 +49,7 @@ class TcpStore:
     """One agent's store.
 
     Args:
-        spot: where it is.
+        target: where it is.
         timeout: seconds for each call.
         connection: to it, open.
         server: torch's store or a TcpServer, if it is hosted here; it ends with this object.
@@ -58,7 +58,7 @@ class TcpStore:
 
     def __init__(
         self,
-        spot: Spot,
+        target: StoreTarget,
         timeout: float,
         connection: Connection,
         *,
@@ -66,11 +66,11 @@ class TcpStore:
         moved: Callable[[], bool] | None = None,
     ) -> None:
         self._closed = threading.Event()
-        self._spot, self._timeout = spot, timeout
-        self._calls = TcpConnection(spot, timeout, self._closed, connection, moved)
-        self._waits = TcpConnection(spot, timeout, self._closed, moved=moved)
-        self._inbox = TcpConnection(spot, timeout, self._closed)
-        self._prefix = f"{spot.run_id}/"
+        self._target, self._timeout = target, timeout
+        self._calls = TcpConnection(target, timeout, self._closed, connection, moved)
+        self._waits = TcpConnection(target, timeout, self._closed, moved=moved)
+        self._inbox = TcpConnection(target, timeout, self._closed)
+        self._prefix = f"{target.run_id}/"
         self._following = threading.Lock()
         self._lease: tuple[str, float] | None = None
         self._leads_as: str | None = None
@@ -81,15 +81,15 @@ class TcpStore:
         self._server = server
         hosted = server is not None
         self._members = (
-            MembersThread(self._inbox, self._prefix, self._closed, spot.address[1][1])
+            MembersThread(self._inbox, self._prefix, self._closed, target.address[1][1])
             if hosted
             else None
         )
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """Where the store is, for messages."""
-        return self._spot.name
+        return self._target.name
 
     def publish(self, version: int, value: bytes, nodes: bytes = b"") -> bool:
         """Write the next version of the plan; False without leadership or with another version."""
@@ -192,7 +192,7 @@ class TcpStore:
     def withdraw(self) -> None:
         """Remove our entry; nothing if there is none."""
         if self._closed.is_set():
-            raise StoreClosed(f"the connection to the {self.place} was closed")
+            raise StoreClosed(f"the connection to the {self.name} was closed")
         if self._lease is None:
             return
         try:
@@ -211,7 +211,7 @@ class TcpStore:
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
         """Wait for changes of the members; the first call returns all. Only the host can."""
         if self._members is None:
-            raise LeaseLost(f"only the agent that hosts the {self.place} can lead")
+            raise LeaseLost(f"only the agent that hosts the {self.name} can lead")
         return self._members.changes(name, timeout)
 
     def await_leadership(self, name: str, timeout: float) -> bool:
@@ -230,7 +230,7 @@ class TcpStore:
                     return False
                 self._members.changed.wait(left)
         if self._closed.wait(max(0.0, timeout)):
-            raise StoreClosed(f"the connection to the {self.place} was closed")
+            raise StoreClosed(f"the connection to the {self.name} was closed")
         return False
 
     def shared(self, offer: bytes = b"") -> bytes:

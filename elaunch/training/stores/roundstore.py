@@ -137,7 +137,7 @@ class RoundStore:
     def name(self) -> str:
         """The store's name for people."""
         host, port = self._placement.store or ("nowhere", 0)
-        return "the round's " + tcpline.spot_name(host, port)
+        return "the round's " + tcpline.tcpstore_name(host, port)
 
     @property
     def prefix(self) -> str:

@@ -145,7 +145,7 @@ def test_a_prompt_is_shown_and_what_follows_is_whole(rig: Callable[..., Rig]) ->
     assert worker("print('other')", ends[1]).wait(SECONDS) == 0
     one.out.wait_for(b"other\n")
     os.write(ends[0][0], b"\nyes\n")
-    one.pump.say("elaunch: all is well")
+    one.pump.show("elaunch: all is well")
     close_all(ends[0])
     assert one.pump.finish_round(SECONDS)
     one.close()
@@ -159,13 +159,13 @@ def test_the_agent_cuts_no_line_in_two(rig: Callable[..., Rig]) -> None:
     ends = one.pump.open_round(0, {0: 0})
     os.write(ends[0][0], b"epoch 1 ...")
     one.out.wait_for(b"...")
-    one.pump.say("elaunch: stopping")
+    one.pump.show("elaunch: stopping")
     one.out.wait_for(b"stopping\n")
     os.write(ends[0][0], b" done\n")
     close_all(ends[0])
     assert one.pump.finish_round(SECONDS)
     one.close()
-    one.pump.say("elaunch: too late for the pump")
+    one.pump.show("elaunch: too late for the pump")
     assert one.out.data == b"epoch 1 ...\nelaunch: stopping\n done\n"
 
 
@@ -437,7 +437,7 @@ def test_no_console_at_all(tmp_path: Path) -> None:
     assert worker("print('kept')", ends[0]).wait(SECONDS) == 0
     assert pump.finish_round(SECONDS)
     pump.close()
-    pump.say("nobody hears this")
+    pump.show("nobody hears this")
     assert written(tmp_path, 0) == b"kept\n"
 
 

@@ -22,7 +22,7 @@ from elaunch.rendezvous.munge import MungeKey
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import HELLO, greet
+from elaunch.store.tcp.connection import IDENTITY, handshake
 from tests import launching, munged
 from tests.attacks.stranger import stranger
 from tests.etcdserver import etcd
@@ -116,9 +116,9 @@ def test_a_static_job_has_a_key(stack: ExitStack, port: int, daemon: Munged) -> 
 
     def publish(text: str) -> None:
         address, until = (socket.AF_INET, ("127.0.0.1", port)), time.monotonic() + 60.0
-        connection, _ = greet(address, until, hold=lambda _: None)
+        connection, _ = handshake(address, until, hold=lambda _: None)
         with closing(connection):
-            connection.send([wire.put(HELLO, text.encode())], until)
+            connection.send([wire.put(IDENTITY, text.encode())], until)
 
     found = []
     for rank in range(2):

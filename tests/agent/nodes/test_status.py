@@ -179,7 +179,7 @@ def test_another_nodes_failure_is_printed_once(publisher: StatusPublisher, said:
     """With its cause as that node has it."""
     there = structs.replace(SECOND, failure=THEIRS)
     at_rest = state(*ENDED, seen(structs.replace(ENDING, failure=THEIRS)), gone(), seen(there))
-    found = [publisher.tell_failure(at_rest) for _ in range(2)]
+    found = [publisher.print_failure(at_rest) for _ in range(2)]
     assert (found[0], found[1]) == (THEIRS, None)
     assert said == ["the first failure of the job was on another node:\nrank 0 was killed\n"]
 

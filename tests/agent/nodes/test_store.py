@@ -29,7 +29,7 @@ from elaunch.errors import (
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import HELLO, greet
+from elaunch.store.tcp.connection import IDENTITY, handshake
 from tests import launching
 from tests.launching import wait_until
 
@@ -44,7 +44,7 @@ signal.pause()
 def hello(port: int) -> dict[str, Any] | None:
     """Return what the store on a port says of itself; None if there is none yet."""
     try:
-        return tcp.hello("127.0.0.1", port, 1.0)
+        return tcp.identify("127.0.0.1", port, 1.0)
     except StoreUnreachable:
         return None
 
@@ -185,9 +185,9 @@ def masters_port(stack: ExitStack, port: int) -> Callable[[str], None]:
 
     def publish(text: str) -> None:
         address = (socket.AF_INET, ("127.0.0.1", port))
-        connection, _ = greet(address, time.monotonic() + 20.0, hold=lambda _: None)
+        connection, _ = handshake(address, time.monotonic() + 20.0, hold=lambda _: None)
         with contextlib.closing(connection):
-            connection.send([wire.put(HELLO, text.encode())], time.monotonic() + 20.0)
+            connection.send([wire.put(IDENTITY, text.encode())], time.monotonic() + 20.0)
 
     return publish
 

@@ -86,19 +86,19 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
     ),
     "the same plan again": ((*RUNS, seen(FIRST)), Nothing(), ""),
     "a newcomer whose checkpoint directory is another one": (
-        (READY, seen(structs.replace(ALONE, strangers=("zz", "aa")))),
+        (READY, seen(structs.replace(ALONE, not_sharing=("zz", "aa")))),
         Finish(2),
         "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
         "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
     ),
     "it hears so while it still imports": (
-        (seen(structs.replace(ALONE, strangers=("aa",))), READY),
+        (seen(structs.replace(ALONE, not_sharing=("aa",))), READY),
         Finish(2),
         "--checkpoint-dir of this node is not that of the job: what was written here is not seen "
         "on node2; mount the same file system here, or give --checkpoint-local on all nodes",
     ),
     "another newcomer's is": (
-        (READY, seen(structs.replace(ALONE, strangers=("zz",)))),
+        (READY, seen(structs.replace(ALONE, not_sharing=("zz",)))),
         Nothing(),
         "",
     ),

@@ -71,6 +71,7 @@ GROWS = replace(RUNNING, joining=("a3",))
 ASKED = replace(RUNNING, phase="ending", cause="asked", reason="new data")
 SECOND = replace(RUNNING, round=1)
 GOES_ON = ("wait 600", "waiting for node1 (10.0.0.1), node2 (10.0.0.2) to start round 1")
+P3 = frozenset({"p3"})
 GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
 
 Row = tuple[Rules, Plan, list[Present], dict[str, Any], str, str]
@@ -80,7 +81,7 @@ TABLE: dict[str, Row] = {
         TWO,
         EMPTY,
         [member(2, "joining"), member(1)],
-        {"stirred": 100.0},
+        {"last_newcomer_at": 100.0},
         "running//0/None a1 a2",
         "first start: 2 nodes, 16 workers",
     ),
@@ -102,7 +103,7 @@ TABLE: dict[str, Row] = {
         *("wait 600", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "a restart is not counted": (
-        *(SAVING, replace(ASKED, restarts=2), [END1, END2], {"found": SearchResult(CKPT)}),
+        *(SAVING, replace(ASKED, restarts=2), [END1, END2], {"search_result": SearchResult(CKPT)}),
         *("running//1/None a1 a2 r2", "new data; going on with 2 nodes, 16 workers, from step 40"),
     ),
     "all were done before they could be stopped": (
@@ -118,27 +119,27 @@ TABLE: dict[str, Row] = {
         *("running//1/None a1 a2", "new data; going on with 2 nodes, 16 workers"),
     ),
     "enough, and one may come": (
-        *(ELASTIC, EMPTY, [member(1)], {"stirred": 99.0}),
+        *(ELASTIC, EMPTY, [member(1)], {"last_newcomer_at": 99.0}),
         *("wait 101", "waiting for more nodes"),
     ),
     "enough, and none came": (
-        *(ELASTIC, EMPTY, [member(1)], {"stirred": 98.0}),
+        *(ELASTIC, EMPTY, [member(1)], {"last_newcomer_at": 98.0}),
         *("running//0/None a1", "first start: 1 node, 8 workers"),
     ),
     "a new host waits out the fences of those it cannot know": (
-        *(HOSTS, EMPTY, [member(1)], {"opened": 97.0, "stirred": 97.0}),
+        *(HOSTS, EMPTY, [member(1)], {"store_opened": 97.0, "last_newcomer_at": 97.0}),
         *("wait 107", "waiting for more nodes"),
     ),
     "unless all are there, and nobody knows of a round": (
-        *(HOSTS, EMPTY, [member(1), member(2)], {"opened": 96.0, "stirred": 99.9}),
+        *(HOSTS, EMPTY, [member(1), member(2)], {"store_opened": 96.0, "last_newcomer_at": 99.9}),
         *("running//0/None a1 a2", "first start: 2 nodes, 16 workers"),
     ),
     "a host that was killed here had agents": (
-        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"opened": 96.0}),
+        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"store_opened": 96.0}),
         *("wait 108", "waiting for more nodes"),
     ),
     "and none of them has come back": (
-        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"opened": 88.0}),
+        *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"store_opened": 88.0}),
         "running//0/None a1 a2; the last run with this run id was killed here in round 4 and none "
         "of its agents is left: rounds and restarts are counted from 0 again",
         "first start: 2 nodes, 16 workers",
@@ -148,20 +149,25 @@ TABLE: dict[str, Row] = {
             HOSTS,
             EMPTY,
             [member(1), member(2)],
-            {"opened": 80.0, "known": LastKnown(4, heartbeat=30.0)},
+            {"store_opened": 80.0, "known": LastKnown(4, heartbeat=30.0)},
         ),
         *("wait 110", "waiting for more nodes"),
     ),
     "the job goes on in the next round, with its budget": (
-        *(HOSTS, EMPTY, [member(1)], {"opened": 88.0, "known": LastKnown(4, 2, 1, 40, 12.0)}),
+        *(HOSTS, EMPTY, [member(1)], {"store_opened": 88.0, "known": LastKnown(4, 2, 1, 40, 12.0)}),
         *("running//5/None a1 r2", "the store lost its memory; going on with 1 node, 8 workers"),
     ),
     "too few, told on the plan": (
-        *(TWO, EMPTY, [member(1)], {"since": 90.0, "posted": 90.0}),
+        *(TWO, EMPTY, [member(1)], {"phase_since": 90.0, "published_at": 90.0}),
         *("forming//-1/None", "1 of 2 nodes: node1 (10.0.0.1); 1 more is needed"),
     ),
     "too few for too long": (
-        *(replace(TWO, min_nodes=3, max_nodes=4), EMPTY, [member(1), member(2)], {"since": -500.0}),
+        *(
+            replace(TWO, min_nodes=3, max_nodes=4),
+            EMPTY,
+            [member(1), member(2)],
+            {"phase_since": -500.0},
+        ),
         f"over//-1/{JoinTimeoutError.exit_code}",
         "2 of at least 3 nodes after 600 s: node1 (10.0.0.1), node2 (10.0.0.2); 1 more is needed",
     ),
@@ -169,16 +175,26 @@ TABLE: dict[str, Row] = {
         *(SAVING, EMPTY, [member(1), member(2)], {}, "search", "looking for the newest checkpoint"),
     ),
     "and cannot be": (
-        *(SAVING, EMPTY, [member(1), member(2)], {"found": SearchResult(problem="/ck: no")}),
+        *(
+            SAVING,
+            EMPTY,
+            [member(1), member(2)],
+            {"search_result": SearchResult(problem="/ck: no")},
+        ),
         *("over//-1/74", "cannot look for checkpoints: /ck: no"),
     ),
     "and the files of those who come": (
-        *(SAVING, EMPTY, [member(1, probe="p1"), member(2, probe="p2")], {"found": SearchResult()}),
+        *(
+            SAVING,
+            EMPTY,
+            [member(1, probe="p1"), member(2, probe="p2")],
+            {"search_result": SearchResult()},
+        ),
         *("search", "looking for the newest checkpoint"),
     ),
     "which are all seen": (
         *(SAVING, EMPTY, [member(1, probe="p1"), member(2, probe="p2")]),
-        {"found": SearchResult(asked=frozenset({"p1", "p2"}))},
+        {"search_result": SearchResult(probes=frozenset({"p1", "p2"}))},
         *("running//0/None a1 a2", "first start: 2 nodes, 16 workers, from the start"),
     ),
     "one is not seen": (
@@ -187,7 +203,7 @@ TABLE: dict[str, Row] = {
             member(1, probe="p1", facts={"checkpoint_dir": "/ck"}),
             member(2, probe="p2", facts={"checkpoint_dir": "/ck"}),
         ],
-        {"found": SearchResult(asked=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
+        {"search_result": SearchResult(probes=frozenset({"p1", "p2"}), unseen=frozenset({"p2"}))},
         "over//-1/2",
         "--checkpoint-dir is not one directory on all nodes: what node2 (10.0.0.2) in /ck has "
         "written there is not seen on node1 (10.0.0.1) in /ck; mount one file system on all of "
@@ -195,7 +211,7 @@ TABLE: dict[str, Row] = {
     ),
     "who was in the round before is not looked for again": (
         *(SAVING, LOST, [member(1, "ended", 0, probe="p1"), member(2, "ended", 0, probe="p2")]),
-        {"found": SearchResult()},
+        {"search_result": SearchResult()},
         *(
             "running//1/None a1 a2",
             "node2 was lost; going on with 2 nodes, 16 workers, from the start",
@@ -203,18 +219,21 @@ TABLE: dict[str, Row] = {
     ),
     "a newcomer is looked for": (
         *(SAVING, LOST, [member(1, "ended", 0, probe="p1"), member(3, probe="p3")]),
-        {"absent": GONE2, "found": SearchResult()},
+        {"absent": GONE2, "search_result": SearchResult()},
         *("search", "looking for the newest checkpoint"),
     ),
     "a newcomer with another directory is left out": (
         *(replace(ELASTIC, has_checkpoint_dir=True), LOST),
         [member(1, "ended", 0, probe="p1"), member(3, probe="p3")],
-        {"absent": GONE2, "found": SearchResult(asked=frozenset({"p3"}), unseen=frozenset({"p3"}))},
+        {
+            "absent": GONE2,
+            "search_result": SearchResult(probes=frozenset({"p3"}), unseen=frozenset({"p3"})),
+        },
         "running//1/None a1 !a3",
         "node2 was lost; going on with 1 node, 8 workers, from the start",
     ),
     "and waited for no more": (
-        *(ELASTIC, replace(RUNNING, strangers=("a3",)), [RUN1, RUN2, member(3)], {}),
+        *(ELASTIC, replace(RUNNING, not_sharing=("a3",)), [RUN1, RUN2, member(3)], {}),
         *("wait None", ""),
     ),
     "the nodes differ": (
@@ -247,7 +266,7 @@ TABLE: dict[str, Row] = {
         "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
     ),
     "workers that can save are not stopped for a newcomer": (
-        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, member(3)], {"stirred": 50.0}),
+        *(ELASTIC, RUNNING, [LISTENS1, LISTENS2, member(3)], {"last_newcomer_at": 50.0}),
         *("running//0/None a1 a2 +a3", "first start"),
     ),
     "nor before it is ready": (
@@ -255,15 +274,15 @@ TABLE: dict[str, Row] = {
         *("wait 109", ""),
     ),
     "they have their time": (
-        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"posted": 80.0}),
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"published_at": 80.0}),
         *("wait 110", ""),
     ),
     "and no more than that": (
-        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"posted": 70.0}),
+        *(ELASTIC, GROWS, [LISTENS1, LISTENS2, member(3)], {"published_at": 70.0}),
         *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
     ),
     "one has saved": (
-        *(ELASTIC, GROWS, [saved(1, "resize"), LISTENS2, member(3)], {"posted": 80.0}),
+        *(ELASTIC, GROWS, [saved(1, "resize"), LISTENS2, member(3)], {"published_at": 80.0}),
         *("wait 110", ""),
     ),
     "all have saved for a newcomer": (
@@ -312,7 +331,7 @@ TABLE: dict[str, Row] = {
         *({}, "over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; --max-restarts is 0"),
     ),
     "which is not the end before all have ended": (
-        *(TWO, ENDING, [failed(1), member(2, "running", 0, asks="drain")], {"since": 95.0}),
+        *(TWO, ENDING, [failed(1), member(2, "running", 0, asks="drain")], {"phase_since": 95.0}),
         *("wait 695", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "asked before the first round": (
@@ -348,11 +367,16 @@ TABLE: dict[str, Row] = {
         *("over//0/0 a1 a2", "all workers ended with 0"),
     ),
     "a newcomer is not ready": (
-        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, "joining", since=99.9)], {"stirred": 99.9}),
+        *(
+            ELASTIC,
+            RUNNING,
+            [RUN1, RUN2, member(3, "joining", since=99.9)],
+            {"last_newcomer_at": 99.9},
+        ),
         *("wait 100.4", ""),
     ),
     "a newcomer is": (
-        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, since=99.0)], {"stirred": 99.0}),
+        *(ELASTIC, RUNNING, [RUN1, RUN2, member(3, since=99.0)], {"last_newcomer_at": 99.0}),
         *("ending/joined/0/None a1 a2 +a3", "node node3 (10.0.0.3) joins"),
     ),
     "one who never gets ready": (
@@ -377,20 +401,24 @@ TABLE: dict[str, Row] = {
     ),
     "again, if one was not reached": (
         *(LOCAL, replace(EMPTY, reason="looking"), [member(1), member(2)]),
-        *({"found": SearchResult(again=True)}, "search", "looking for the newest checkpoint"),
+        *(
+            {"search_result": SearchResult(again=True)},
+            "search",
+            "looking for the newest checkpoint",
+        ),
     ),
     "also where the restarts are counted by what is found": (
-        *(LOCAL, ENDING, [failed(1), END2], {"found": SearchResult(again=True)}),
+        *(LOCAL, ENDING, [failed(1), END2], {"search_result": SearchResult(again=True)}),
         *("search", "looking for the newest checkpoint"),
     ),
     "and where one has come since": (
         *(LOCAL, LOST, [END1, member(3)]),
-        {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1"}))},
+        {"absent": GONE2, "search_result": SearchResult(CKPT, ready=frozenset({"a1"}))},
         *("search", "looking for the newest checkpoint"),
     ),
     "the checkpoint is on all nodes": (
         *(LOCAL, LOST, [END1, member(3)]),
-        {"absent": GONE2, "found": SearchResult(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
+        {"absent": GONE2, "search_result": SearchResult(CKPT, ready=frozenset({"a1", "a2", "a3"}))},
         "running//1/None a1 a3",
         "node2 was lost; going on with 2 nodes, 16 workers, from step 40",
     ),
@@ -399,21 +427,21 @@ TABLE: dict[str, Row] = {
             LOCAL,
             LOST,
             [END1, member(3)],
-            {"absent": GONE2, "found": SearchResult(problem="node2: full")},
+            {"absent": GONE2, "search_result": SearchResult(problem="node2: full")},
         ),
         *("over/lost/0/74 a1 a2", "cannot look for checkpoints: node2: full"),
     ),
     # ── ending ──
     "one has not ended": (
-        *(TWO, ENDING, [failed(1), RUN2], {"since": 90.0}, "wait 690"),
+        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": 90.0}, "wait 690"),
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "and never does": (
-        *(TWO, ENDING, [failed(1), RUN2], {"since": -500.0}),
+        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": -500.0}),
         *("over/failure/0/69 a1 a2", "node2 (10.0.0.2) did not end round 0 in 600 s"),
     ),
     "one has not heard of the round": (
-        *(TWO, ENDING, [failed(1), member(2)], {"since": 90.0}, "wait 690"),
+        *(TWO, ENDING, [failed(1), member(2)], {"phase_since": 90.0}, "wait 690"),
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "restart": (
@@ -452,35 +480,40 @@ TABLE: dict[str, Row] = {
         "node node2 (10.0.0.2) was lost: no heartbeat for 3 s",
     ),
     "a long wait is not published yet": (
-        *(OPEN, LOST, [END1, RUN2], {"since": 80.0, "posted": 80.0}),
+        *(OPEN, LOST, [END1, RUN2], {"phase_since": 80.0, "published_at": 80.0}),
         *("wait 110", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "and now it is": (
-        *(OPEN, LOST, [END1, RUN2], {"since": 10.0, "posted": 70.0}),
+        *(OPEN, LOST, [END1, RUN2], {"phase_since": 10.0, "published_at": 70.0}),
         "ending/lost/0/None a1 a2 waiting for node2 (10.0.0.2) to end round 0, for 60 s",
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "a search that takes long": (
         *(replace(OPEN, has_checkpoint_dir=True), EMPTY, [member(1), member(2)]),
-        {"since": 60.0, "posted": 60.0, "searching": True},
+        {"phase_since": 60.0, "published_at": 60.0, "searching": True},
         "forming//-1/None looking for the newest checkpoint, for 30 s",
         "looking for the newest checkpoint",
     ),
     "what was waited for is over": (
-        *(OPEN, replace(LOST, waits="node2, for 60 s"), [END1, END2], {"posted": 99.0}),
+        *(OPEN, replace(LOST, waits="node2, for 60 s"), [END1, END2], {"published_at": 99.0}),
         *("running//1/None a1 a2", "node2 was lost; going on with 2 nodes, 16 workers"),
     ),
     "a node has not started its part": (
-        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": 95.0, "posted": 95.0}),
+        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"phase_since": 95.0, "published_at": 95.0}),
         *("wait 125", "waiting for node2 (10.0.0.2) to start round 0"),
     ),
     "which is published": (
-        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": 50.0, "posted": 50.0}),
+        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"phase_since": 50.0, "published_at": 50.0}),
         "running//0/None a1 a2 waiting for node2 (10.0.0.2) to start round 0, for 30 s",
         "waiting for node2 (10.0.0.2) to start round 0",
     ),
     "and has not for too long": (
-        *(OPEN, RUNNING, [RUN1, member(2, "joining")], {"since": -500.0, "posted": 95.0}),
+        *(
+            OPEN,
+            RUNNING,
+            [RUN1, member(2, "joining")],
+            {"phase_since": -500.0, "published_at": 95.0},
+        ),
         *("over//0/69 a1 a2", "node2 (10.0.0.2) did not start round 0 in 600 s"),
     ),
     "over": (TWO, replace(RUNNING, phase="over", reason="done"), [RUN1], {}, "wait None", "done"),
@@ -503,7 +536,7 @@ def told(step: Publish | Search | Wait) -> str:
         plan = step.plan
         head = f"{plan.phase}/{plan.cause}/{plan.round}/{plan.exit_code}"
         names = [*(one.name for one in plan.nodes), *(f"+{n}" for n in plan.joining)]
-        left_out = [f"!{name}" for name in plan.strangers]
+        left_out = [f"!{name}" for name in plan.not_sharing]
         restarts = [f"r{plan.restarts}"] if plan.restarts > 1 else []
         waits = [plan.waits] if plan.waits else []
         notice = f"; {plan.notice}" if plan.notice else ""

@@ -30,7 +30,7 @@ def view(a: list[HeldShards], b: list[HeldShards] | None, found: PlanCheckpoint 
         for k, (name, one) in enumerate(there.items())
     }
     absent = {} if b is not None else {"b": Absent("expired", 0.0)}
-    return View("a", plan, present, absent, found=SearchResult(found))
+    return View("a", plan, present, absent, search_result=SearchResult(found))
 
 
 NONE: list[HeldShards] = []

@@ -17,7 +17,7 @@ from elaunch.errors import LeaseLost, StoreDenied, StoreError, StoreUnreachable
 from elaunch.store.etcd import client, imports
 from elaunch.store.etcd.client import EtcdStore
 from elaunch.store.etcd.errors import Outcome, Refusal, refusal
-from elaunch.store.etcd.keys import EtcdPlace, keys_of, run_id_of
+from elaunch.store.etcd.keys import EtcdCluster, keys_of, run_id_of
 from elaunch.store.protocol import Change, Post
 from tests.etcdserver import Cluster, Member, make_identity, own_address
 from tests.etcdserver import etcd as serve
@@ -67,7 +67,7 @@ def opened() -> Iterator[Callable[..., EtcdStore]]:
     """Open stores that are closed at the end: ``opened(place, run_id="job")``."""
     with ExitStack() as stack:
 
-        def connect(place: EtcdPlace, run_id: str = "job") -> EtcdStore:
+        def connect(place: EtcdCluster, run_id: str = "job") -> EtcdStore:
             store = client.connect(place, run_id, deadline=LONG)
             assert isinstance(store, EtcdStore)
             stack.callback(store.close)
@@ -81,7 +81,7 @@ def agents() -> Iterator[Callable[..., Agent]]:
     """Start agents that are ended at the end: ``agents(place, name)``."""
     with ExitStack() as stack:
 
-        def start(place: EtcdPlace, name: str, ttl: float = 3.0) -> Agent:
+        def start(place: EtcdCluster, name: str, ttl: float = 3.0) -> Agent:
             store = client.connect(place, "job", deadline=LONG)
             assert isinstance(store, EtcdStore)
             agent = Agent(store, name, ttl)
@@ -300,7 +300,7 @@ def test_what_was_missed_is_compacted_away(
 def test_nobody_is_there() -> None:
     """The message names every endpoint and why each is of no use; the deadline holds."""
     host = own_address()
-    place = EtcdPlace(((host, free_port(host)), ("no-such-host.invalid", 2379)))
+    place = EtcdCluster(((host, free_port(host)), ("no-such-host.invalid", 2379)))
     began = time.monotonic()
     with pytest.raises(StoreUnreachable) as caught:
         client.connect(place, "job", deadline=1.0)
@@ -474,16 +474,16 @@ def test_a_password_where_there_are_no_users(
 PROCESS = """
 import os, subprocess, sys
 from elaunch.store.etcd import client as etcd
-from elaunch.store.etcd.keys import EtcdPlace
+from elaunch.store.etcd.keys import EtcdCluster
 assert "grpc" not in sys.modules and "etcd3" not in sys.modules
 before = dict(os.environ)
-good = EtcdPlace((({host!r}, {port}),))
-bad = EtcdPlace((({host!r}, 1),), cacert={cacert!r} and __import__("pathlib").Path({cacert!r}))
+good = EtcdCluster((({host!r}, {port}),))
+bad = EtcdCluster((({host!r}, 1),), cacert={cacert!r} and __import__("pathlib").Path({cacert!r}))
 store = etcd.connect(good, "job", deadline=30.0)
 store.enrol("n0", b"", 30.0)
 store.renew()
 store.follow(0, 0.0)
-for place in (bad, EtcdPlace(good.endpoints, cacert=bad.cacert)):
+for place in (bad, EtcdCluster(good.endpoints, cacert=bad.cacert)):
     try:
         etcd.connect(place, "job", deadline=0.1)
     except Exception as error:
@@ -517,11 +517,11 @@ def test_a_protobuf_that_is_there_already_stays_as_it_is(one: Cluster) -> None:
         "import os\n"
         "from google.protobuf import descriptor_pb2, descriptor_pool\n"
         "from elaunch.store.etcd import client\n"
-        "from elaunch.store.etcd.keys import EtcdPlace\n"
+        "from elaunch.store.etcd.keys import EtcdCluster\n"
         "other = descriptor_pb2.FileDescriptorProto(name='rpc.proto', package='other')\n"
         "descriptor_pool.Default().Add(other)\n"
         "before = dict(os.environ)\n"
-        f"store = client.connect(EtcdPlace((({host!r}, {port}),)), 'job', deadline=30.0)\n"
+        f"store = client.connect(EtcdCluster((({host!r}, {port}),)), 'job', deadline=30.0)\n"
         "store.enrol('a', b'A', 60.0)\n"
         "print(store.members()['a'].value, dict(os.environ) == before)\n"
         "store.close()\n"
@@ -603,5 +603,5 @@ def test_run_ids_and_names_are_safe_in_keys(run_id: str) -> None:
 
 def test_addresses_of_ipv6_have_brackets() -> None:
     """As gRPC and people expect them."""
-    place = EtcdPlace((("h1", 2379), ("fd00::1", 1)))
+    place = EtcdCluster((("h1", 2379), ("fd00::1", 1)))
     assert str(place) == "etcd at h1:2379,[fd00::1]:1"

@@ -42,7 +42,7 @@ store = tcp.host(listening, "job", timeout=20.0)
 store.enrol("host", b"", 60.0)
 assert store.await_leadership("host", 10.0)
 assert store.publish(1, b"one")
-print(store.place.rpartition(":")[2], flush=True)
+print(store.name.rpartition(":")[2], flush=True)
 sys.stdin.read()
 store.close()
 """
@@ -394,7 +394,7 @@ def test_a_stranger_on_the_port_is_named(
         assert f"127.0.0.1:{port}" in str(caught.value)
         assert said in str(caught.value)
         with pytest.raises(StoreUnreachable):
-            tcp.hello("127.0.0.1", port, 0.2)
+            tcp.identify("127.0.0.1", port, 0.2)
         listening.shutdown(socket.SHUT_RDWR)
 
 
@@ -403,7 +403,7 @@ def test_a_store_that_is_not_elaunchs_is_named(patient: None) -> None:
     from torch.distributed import TCPStore
 
     plain = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert tcp.hello("127.0.0.1", plain.port, LONG) is None
+    assert tcp.identify("127.0.0.1", plain.port, LONG) is None
     with pytest.raises(StoreUnreachable, match=f"127.0.0.1:{plain.port}.*no elaunch agent hosts"):
         connect(plain.port, deadline=0.5)
 
@@ -413,7 +413,7 @@ def test_another_jobs_store_is_named(hosted: tuple[Store, int], patient: None) -
     _, port = hosted
     with pytest.raises(StoreUnreachable, match="job 'job', not to 'other'"):
         connect(port, deadline=0.5, run_id="other")
-    said = tcp.hello("127.0.0.1", port, LONG)
+    said = tcp.identify("127.0.0.1", port, LONG)
     assert said is not None
     assert (said["elaunch"], said["run_id"]) == (1, "job")
 
@@ -571,7 +571,7 @@ def test_ipv6() -> None:
     listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
     port = listening.getsockname()[1]
     with closing(tcp.host(listening, "job", timeout=20.0)) as host:
-        assert host.place == f"TCPStore at [::1]:{port}"
+        assert host.name == f"TCPStore at [::1]:{port}"
         host.enrol("host", b"", 60.0)
         assert host.await_leadership("host", LONG)
         collect(host, 1, "host")
@@ -650,7 +650,7 @@ from elaunch.store.tcp import client as tcp
 before = dict(os.environ)
 store = tcp.host(socket.create_server(("127.0.0.1", 0)), "job", timeout=20.0)
 assert dict(os.environ) == before
-port = int(store.place.rpartition(":")[2])
+port = int(store.name.rpartition(":")[2])
 other = tcp.connect("127.0.0.1", port, "job", deadline=5.0)
 assert other.follow(0, 0.3) is None
 with socket.create_connection(("127.0.0.1", port)) as noise:
