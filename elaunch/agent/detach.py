@@ -32,12 +32,12 @@ TAIL_BYTES: Final = 16 * 1024
 
 
 class Detached:
-    """The agent's end of the pipe; :meth:`placed`, then :meth:`ready`, then nothing."""
+    """The agent's end of the pipe; :meth:`redirect_output`, then :meth:`ready`, then nothing."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
-    def placed(self, run: RunDir) -> None:
+    def redirect_output(self, run: RunDir) -> None:
         """Send all further output of this process to a file of the run directory."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         console = os.open(run.path / CONSOLE, flags, 0o600)
@@ -46,19 +46,19 @@ class Detached:
         os.dup2(console, 1)
         os.dup2(console, 2)
         os.close(console)
-        self._tell({"dir": str(run.path)})
+        self._send({"dir": str(run.path)})
 
     def ready(self, address: str = "") -> None:
         """Let the command end: the run has a record, and its socket answers.
 
         ``address``: of the run's pages.
         """
-        self._tell({"ready": True, "dashboard": address})
+        self._send({"ready": True, "dashboard": address})
         os.close(self._pipe)
 
-    def _tell(self, said: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the command was killed; the agent goes on
-            os.write(self._pipe, json.dumps(said).encode() + b"\n")
+            os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
 def check(settings: Settings) -> None:
@@ -79,19 +79,19 @@ def run(settings: Settings, run_agent: Callable[[Settings, Detached | None], int
     the job's exit code, at its end. Must be called in the main thread, before there are others,
     and after ``check``.
     """
-    told, tell = os.pipe()
+    reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     pid = os.fork()
     if pid:
-        os.close(tell)
-        return _wait(pid, told, settings)
-    os.close(told)
+        os.close(writing)
+        return _wait(pid, reading, settings)
+    os.close(reading)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return run_agent(settings, Detached(tell))
+    return run_agent(settings, Detached(writing))
 
 
 def _wait(pid: int, pipe: int, settings: Settings) -> int:
@@ -99,7 +99,7 @@ def _wait(pid: int, pipe: int, settings: Settings) -> int:
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        directory, ready, address = _hear(pipe)
+        directory, ready, address = _receive(pipe)
         if ready and directory is not None:
             _announce(settings, directory)
             if address:
@@ -114,7 +114,7 @@ def _wait(pid: int, pipe: int, settings: Settings) -> int:
     return exit_code(os.waitstatus_to_exitcode(status)) or 1
 
 
-def _hear(pipe: int) -> tuple[Path | None, bool, str]:
+def _receive(pipe: int) -> tuple[Path | None, bool, str]:
     """Return where the agent has its record, whether it is ready, and where its pages are.
 
     It may have ended.
@@ -122,10 +122,10 @@ def _hear(pipe: int) -> tuple[Path | None, bool, str]:
     directory: Path | None = None
     with os.fdopen(pipe, "rb") as lines:
         for line in lines:
-            said = json.loads(line)
-            if said.get("ready"):
-                return directory, True, str(said["dashboard"])
-            directory = Path(said["dir"])
+            message = json.loads(line)
+            if message.get("ready"):
+                return directory, True, str(message["dashboard"])
+            directory = Path(message["dir"])
     return directory, False, ""
 
 

@@ -94,7 +94,7 @@ def _run(
     own_log_dir = own_log_directory(settings)
     run_dir = directory.create(settings.run_id, os.environ)
     if detached is not None:
-        detached.placed(run_dir)
+        detached.redirect_output(run_dir)
     log_root = run_dir.logs if settings.log_dir is None else own_log_dir
     log_dir = None if log_root is None else str(log_root)
     record = StatusRecord(settings, run_dir, log_dir, warn=lambda text: log.warning("%s", text))
@@ -193,7 +193,7 @@ class _Run:
     def _join(
         self,
         group: WorkerGroup,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         saver: AgentSaver,
         hangs: HangWatch,
         views: NodeViews,
@@ -204,14 +204,14 @@ class _Run:
         stack.callback(probe.close)
         probe.start()
         if context.settings.rendezvous is None:
-            return _alone(context, say, saver.finishing)
+            return _alone(context, show, saver.finishing)
         from elaunch.agent.nodes.connect import join
 
         publisher = join(
             context,
             stack,
             group,
-            say=say,
+            show=show,
             probe=probe.nonce,
             saver=saver,
             hangs=hangs,
@@ -247,7 +247,7 @@ class _Run:
 
 
 def _alone(
-    context: RunContext, say: Callable[[str], None], finisher: DirectoryFinisher
+    context: RunContext, show: Callable[[str], None], finisher: DirectoryFinisher
 ) -> tuple[StatusPublisher, Standalone]:
     """Return the coordinator of a job of one node, and what gives it this agent's status."""
     settings, post = context.settings, context.post
@@ -266,7 +266,7 @@ def _alone(
 
     coordinator = Standalone(rules, post, search, clock=time.monotonic)
     first = NodeStatus("", "", 0, 0, settings.role)  # the host needs no name
-    return StatusPublisher(coordinator, first, say=say, post=post), coordinator
+    return StatusPublisher(coordinator, first, show=show, post=post), coordinator
 
 
 def _console_patience(record: StatusRecord) -> float:

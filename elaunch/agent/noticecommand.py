@@ -46,8 +46,8 @@ WORD: Final = "preempt"
 
 log = logging.getLogger("elaunch")
 
-Told = tuple[str, float | None]
-Taken = Callable[[str, float | None], None]
+ParsedNotice = tuple[str, float | None]
+TakeNotice = Callable[[str, float | None], None]
 
 
 class NoticeCommand:
@@ -57,17 +57,17 @@ class NoticeCommand:
         command: text for the shell.
         environ: its variables.
         reaper: starts it.
-        taken: is called once, in a thread, with the notice's reason and the seconds until the
+        take: is called once, in a thread, with the notice's reason and the seconds until the
             machine is taken, if those are known.
     """
 
     def __init__(
-        self, command: str, environ: Mapping[str, str], reaper: Reaper, taken: Taken
+        self, command: str, environ: Mapping[str, str], reaper: Reaper, take: TakeNotice
     ) -> None:
         self._command = command
         self._environ = environ
         self._reaper = reaper
-        self._taken = taken
+        self._take = take
         self._reported = False
         self._closing = threading.Event()
         self._running: ShellCommand | None = None
@@ -94,14 +94,14 @@ class NoticeCommand:
             if self._closing.is_set():
                 return
             if notice is not None:
-                self._taken(*notice)
+                self._take(*notice)
                 return
             pause = min(2 * pause, LONGEST_S) if problem else PAUSE_S
             if problem:
                 self._report(f"{problem}; it is run again in {pause:g} s")
             self._closing.wait(pause)
 
-    def _once(self) -> tuple[Told | None, str]:
+    def _once(self) -> tuple[ParsedNotice | None, str]:
         """Run it to its end; return the notice, if it gives one, and how it failed, if it did."""
         running = self._running = ShellCommand(self._command, self._environ, self._reaper)
         try:
@@ -117,7 +117,7 @@ class NoticeCommand:
             return None, "cannot be killed"
         return None, how_it_ended(exitcode) if exitcode else ""
 
-    def _read(self, running: ShellCommand) -> tuple[Told | None, str]:
+    def _read(self, running: ShellCommand) -> tuple[ParsedNotice | None, str]:
         """Read what the command prints until a notice, its end, or too much of it."""
         held, seen = b"", 0
         while seen <= MOST:
@@ -154,8 +154,8 @@ def post_notice(
         post(events.SignalReceived(signal.SIGTERM, Notice(reason, "resize", left)))
 
 
-def parse(line: str, now: float) -> Told | None:
-    """Return what a line says, at the time ``now``; None if it is no notice."""
+def parse(line: str, now: float) -> ParsedNotice | None:
+    """Return the notice in a line, at the time ``now``; None if it is no notice."""
     word, rest = [*line.split(None, 1), "", ""][:2]
     if word != WORD:
         return None

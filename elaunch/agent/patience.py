@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 from elaunch.checkpoint.storage import atonce
 
 FIRST_S: Final = 10.0
-"""Seconds after which a wait is logged, and again after every AGAIN_S."""
-AGAIN_S: Final = 60.0
+"""Seconds after which a wait is logged, and again after every REPEAT_S."""
+REPEAT_S: Final = 60.0
 
 FILES_S: Final = 2.0
 """Seconds for a file system to answer the agent's loop."""
@@ -26,13 +26,13 @@ def logged_wait(what: Callable[[float], str]) -> Iterator[None]:
     """Log ``what(seconds)`` now and then while the block goes on; seconds since it began."""
     over, began = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         pause = FIRST_S
         while not over.wait(pause):
             log.warning("%s", what(time.monotonic() - began))
-            pause = AGAIN_S
+            pause = REPEAT_S
 
-    threading.Thread(target=tell, name="patience", daemon=True).start()
+    threading.Thread(target=report, name="patience", daemon=True).start()
     try:
         yield
     finally:

@@ -90,7 +90,7 @@ class Meeting:
         self._changed, self._joined = threading.Condition(lock), threading.Condition(lock)
         self._member = MemberState(rules, secret(), world.make_name, world.clock())
         self._store: Store | None = None
-        self._unheard: tuple[Store, Post] | None = None  # the plan when that store was opened
+        self._first_post: tuple[Store, Post] | None = None  # the plan when that store was opened
         self._coordinator: Coordinator | None = None
         self._decided: CoordinatorState | None = None
         self._closed = False
@@ -273,7 +273,7 @@ class Meeting:
             raise
         with self._changed:
             self._store = store
-            self._unheard = None if post is None else (store, post)
+            self._first_post = None if post is None else (store, post)
 
     def _post(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -304,16 +304,16 @@ class Meeting:
                 self._pause()
                 continue
             if post is not None:
-                self._hear(store, post)
+                self._receive(store, post)
 
     def _next_post(self, store: Store) -> Post | None:
         """Wait a while for the next post; raises StoreError."""
         member = self._member
         with self._changed:
-            unheard = self._unheard
-            if unheard is not None and unheard[0] is store:
-                self._unheard = None
-                return unheard[1]
+            first = self._first_post
+            if first is not None and first[0] is store:
+                self._first_post = None
+                return first[1]
         removed = member.old_job is not None and member.plan is None
         looks = member.refused is not None or removed
         seconds = SLICE if looks else max(SLICE, min(LONG_SLICE, self._rules.remind))
@@ -325,7 +325,7 @@ class Meeting:
             member.after = 0 if post is None else member.after
         return post
 
-    def _hear(self, store: Store, post: Post) -> None:
+    def _receive(self, store: Store, post: Post) -> None:
         with self._changed:
             if store is not self._store:
                 return

@@ -21,7 +21,7 @@ writes anything else there:
 agent              key
 =================  ===============================================================================
 hosts a TCPStore   makes it; its credential is in the store before anybody else can be. Without
-                   MUNGE the store is open, and the agent says so
+                   MUNGE the store is open, and the agent warns
 client of it       that of the credential in the store. Where there is none and MUNGE works here,
                    the agent ends: else any process that removes the key could give it any plan
 of etcd            that of the credential in etcd; the first agent writes it. It stays as long as
@@ -75,9 +75,9 @@ def make(key: bytes, run_id: str) -> bytes:
     Raises:
         MungeError: munge is not there, or munged does not answer.
     """
-    told = json.dumps({"elaunch": 1, "run_id": run_id, "key": key.hex()}).encode()
-    said, problem = _ask(["munge", "-u", str(os.geteuid()), "-t", "-1"], told)
-    credential = said.strip()
+    payload = json.dumps({"elaunch": 1, "run_id": run_id, "key": key.hex()}).encode()
+    output, problem = _run(["munge", "-u", str(os.geteuid()), "-t", "-1"], payload)
+    credential = output.strip()
     if not _CREDENTIAL.fullmatch(credential):
         raise MungeError(problem or "munge gives no credential")
     return credential
@@ -92,8 +92,8 @@ def read(credential: bytes, run_id: str) -> bytes:
     """
     if not _CREDENTIAL.fullmatch(credential):
         raise MungeError("it is no credential of MUNGE")
-    said, problem = _ask(["unmunge", "-k", "STATUS,UID,UID_RESTRICTION"], credential)
-    metadata, _, payload = said.partition(b"\n\n")
+    output, problem = _run(["unmunge", "-k", "STATUS,UID,UID_RESTRICTION"], credential)
+    metadata, _, payload = output.partition(b"\n\n")
     facts = {name.decode(): int(number) for name, number in _METADATA.findall(metadata)}
     if facts.get("STATUS") not in STATUSES:
         raise MungeError(problem or "unmunge does not open it")
@@ -107,8 +107,8 @@ def read(credential: bytes, run_id: str) -> bytes:
 
 def _key(payload: bytes, run_id: str) -> bytes:
     try:
-        told = json.loads(payload)
-        key, its_run_id = bytes.fromhex(told["key"]), told["run_id"]
+        content = json.loads(payload)
+        key, its_run_id = bytes.fromhex(content["key"]), content["run_id"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise MungeError("it holds no key of elaunch") from None
     if its_run_id != run_id:
@@ -118,11 +118,11 @@ def _key(payload: bytes, run_id: str) -> bytes:
     return key
 
 
-def _ask(argv: list[str], told: bytes) -> tuple[bytes, str]:
+def _run(argv: list[str], stdin: bytes) -> tuple[bytes, str]:
     """Return what a program writes to stdout, and the first line of its stderr."""
     # Its exit code goes to the agent's reaper, which waits for all children.
     try:
-        done = subprocess.run(argv, input=told, capture_output=True, timeout=DEADLINE)
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         problem = f"{argv[0]} has not answered for {DEADLINE:g} s: does munged run?"
         raise MungeError(problem) from None
@@ -159,7 +159,7 @@ class MungeKey:
             StoreDenied: it is not to be read or trusted; or there is none, and MUNGE works here.
         """
         if found := store.shared():
-            self._take(found, store.name)
+            self._accept(found, store.name)
             return
         if self.secret is None:
             try:
@@ -182,12 +182,12 @@ class MungeKey:
             self._make()
         except MungeError as error:
             if found := store.shared():
-                self._take(found, store.name)
+                self._accept(found, store.name)
             elif is_there() and not self._warned:
                 self._warned = True
                 log.warning("this job's agents share no key by MUNGE: %s; %s", error, REMEDY)
             return
-        self._take(store.shared(self.credential), store.name)
+        self._accept(store.shared(self.credential), store.name)
 
     def _make(self) -> None:
         """Make a key, unless there is one; raises MungeError."""
@@ -201,7 +201,7 @@ class MungeKey:
         read(credential, self._run_id)  # fails where a user namespace maps the uid
         return key, credential
 
-    def _take(self, credential: bytes, place: str) -> None:
+    def _accept(self, credential: bytes, place: str) -> None:
         if credential == self.credential:
             return
         try:

@@ -119,8 +119,10 @@ def encode_plan(plan: Plan, secret: bytes | None, version: int, nodes: bytes) ->
     Raises:
         RecordError: as for :func:`encode`.
     """
-    told = {"nodes": _digest(nodes)} if nodes else {}
-    return _encoded(replace(plan, nodes=()), told, secret, ("plan", str(version)), MAX_PLAN_BYTES)
+    reference = {"nodes": _digest(nodes)} if nodes else {}
+    return _encoded(
+        replace(plan, nodes=()), reference, secret, ("plan", str(version)), MAX_PLAN_BYTES
+    )
 
 
 def encode_nodes(nodes: Sequence[Node]) -> bytes:

@@ -62,8 +62,8 @@ def failure(found: WorkerFailure) -> str:
     code, host = found.exitcode, found.host
     where = f" (on {host})" if host else ""
     if found.rank < 0 or found.local_rank < 0:
-        said = found.text.strip().partition("\n")[0]
-        return f"{said or f'exit code {code}'}{where}"
+        first_line = found.text.strip().partition("\n")[0]
+        return f"{first_line or f'exit code {code}'}{where}"
     if found.summary:
         return f"{found.summary}{where}"
     rank = f"rank {found.rank} on {host}" if host else f"rank {found.rank}"
@@ -75,14 +75,14 @@ def differences(nodes: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     if not nodes or all(facts == nodes[0][1] for _, facts in nodes):
         return ""
     names = sorted({name for _, facts in nodes for name in facts})
-    told = []
+    differing = []
     for name in names:
         hosts: dict[str, list[str]] = {}
         for host, facts in nodes:
             hosts.setdefault(facts.get(name, "(nothing)"), []).append(host)
         if len(hosts) > 1:
-            told.append(f"{name} is {_spread(hosts)}")
-    text = f"the nodes differ: {'; '.join(told)}"
+            differing.append(f"{name} is {_spread(hosts)}")
+    text = f"the nodes differ: {'; '.join(differing)}"
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
 
 

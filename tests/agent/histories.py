@@ -116,7 +116,7 @@ class Played:
         self._publisher = StatusPublisher(
             self._standalone,
             NodeStatus("", "", 0, 0),
-            say=print,
+            show=print,
             post=print,
             clock=lambda: self._now,
         )

@@ -1,13 +1,13 @@
 """The consoles: what people see of the workers, whole lines only.
 
 A `Console` is the agent's own stdout or stderr (one object when both are the same terminal, pipe or
-file). A `Speaker` is one worker's stream as one console shows it. Together they keep these rules:
+file). A `LineWriter` is one worker's stream as one console shows it. Both keep these rules:
 
 * Only whole lines are shown; ``\\n``, ``\\r\\n`` and ``\\r`` (progress bars) end one. Bytes without
   an end are held, and shown after all when the worker has been silent: `PARTIAL_AGE` seconds for a
   prompt or dots, `BULK_SILENCE` for what is long enough to be a line of megabytes, at once from a
-  speaker that has the console to itself (*eager*).
-* From the first byte of a line to its ``\\n`` the console belongs to that speaker. Another writer
+  writer that has the console to itself (*eager*).
+* From the first byte of a line to its ``\\n`` the console belongs to that writer. Another writer
   meanwhile begins with a ``\\n`` of its own, so no line ever mixes two workers. On a terminal
   two progress bars take turns on one line, as they would without a launcher.
 * Nothing here blocks. What the console does not take now is queued; `Console.pending` shows the
@@ -66,28 +66,28 @@ class Console:
         self.gone = fd < 0
         self._polled = polled
         self._queue: deque[memoryview] = deque()
-        self._owner: Speaker | None = None
+        self._owner: LineWriter | None = None
         self._last = b"\n"
         self._live = b""
         self._drawn = False
 
-    def write(self, data: bytes, speaker: Speaker | None = None, *, bar: bool = False) -> None:
-        """Queue `data` so that no line mixes two speakers.
+    def write(self, data: bytes, writer: LineWriter | None = None, *, bar: bool = False) -> None:
+        """Queue `data` so that no line mixes two writers.
 
         Args:
-            data: whole lines, or a part of one that `speaker` goes on with.
-            speaker: whose it is; None for the agent.
+            data: whole lines, or a part of one that `writer` goes on with.
+            writer: whose it is; None for the agent.
             bar: True when all of `data` is states of a progress bar.
         """
         if self.gone or not data:
             return
         self._erase()
-        before = self._separator(speaker, bar)
+        before = self._separator(writer, bar)
         if before:
             self._push(before)
         self._push(data)
         self._last = data[-1:]
-        self._owner = None if self._last == b"\n" else speaker
+        self._owner = None if self._last == b"\n" else writer
 
     def show_live(self, text: str) -> None:
         """Have ``text`` below what is written from now on, or nothing; `flush` draws it."""
@@ -141,14 +141,14 @@ class Console:
         except OSError:
             return True  # a terminal without job control
 
-    def _separator(self, speaker: Speaker | None, bar: bool) -> bytes:
+    def _separator(self, writer: LineWriter | None, bar: bool) -> bytes:
         owner = self._owner
-        if self._last == b"\n" or (owner is not None and owner is speaker):
+        if self._last == b"\n" or (owner is not None and owner is writer):
             return b""
         if owner is None:
             return b"\n"
         # A worker that clears its bar on stderr and then prints on stdout goes on in column 0.
-        if speaker is not None and speaker.worker == owner.worker and self._last == b"\r":
+        if writer is not None and writer.worker == owner.worker and self._last == b"\r":
             return b""
         owner.cut = True
         return b"\r" if self.terminal and bar and owner.bar else b"\n"
@@ -186,7 +186,7 @@ class Console:
         self.pending = 0
 
 
-class Speaker:
+class LineWriter:
     """One worker's stream as one console shows it.
 
     Args:
@@ -207,11 +207,11 @@ class Speaker:
         self._eager = eager
         self._held = bytearray()
         self._held_since = 0.0
-        self._heard_at = 0.0
+        self._fed_at = 0.0
         self._fresh = True
         self._last = b"\n"
 
-    def hear(self, data: bytes, now: float) -> None:
+    def feed(self, data: bytes, now: float) -> None:
         """Take what the worker wrote; show the whole lines, hold the rest.
 
         Args:
@@ -230,7 +230,7 @@ class Speaker:
             if not self._held:
                 self._held_since = now
             self._held += data[end:]
-        self._heard_at = now
+        self._fed_at = now
         if len(self._held) > HELD_LIMIT:
             self._release()
 
@@ -240,11 +240,11 @@ class Speaker:
             return None
         if len(self._held) < BULK:
             return self._held_since + PARTIAL_AGE
-        return self._heard_at + BULK_SILENCE
+        return self._fed_at + BULK_SILENCE
 
     def wait_anew(self, now: float) -> None:
         """Count the age of what is held from `now`: the stream was not read for a while."""
-        self._held_since = self._heard_at = now
+        self._held_since = self._fed_at = now
 
     def show_held(self) -> None:
         """Show what is held as it is: its deadline passed, or the stream ended."""

@@ -262,8 +262,8 @@ class LogPump:
             self._inbox.popleft()()
         for stream in self._live:
             due = _deadline(stream)
-            if due is not None and due <= now and stream.speaker is not None:
-                stream.speaker.show_held()
+            if due is not None and due <= now and stream.writer is not None:
+                stream.writer.show_held()
         self._flush_consoles()
         self._pause_and_resume(now)
 
@@ -311,15 +311,15 @@ class LogPump:
 
     def _pause_and_resume(self, now: float) -> None:
         for stream in self._live:
-            if stream.speaker is None:
+            if stream.writer is None:
                 continue
-            pending = stream.speaker.console.pending
+            pending = stream.writer.console.pending
             pause = pending > (PENDING_LOW if stream.paused else PENDING_HIGH)
             if pause and not stream.paused:
                 self._selector.unregister(stream.fd)
             elif stream.paused and not pause:
                 self._selector.register(stream.fd, selectors.EVENT_READ, stream)
-                stream.speaker.wait_anew(now)
+                stream.writer.wait_anew(now)
             stream.paused = pause
 
     def _show(self, text: str) -> None:
@@ -355,9 +355,9 @@ class LogPump:
 
 def _deadline(stream: OutputStream) -> float | None:
     """Return when a stream's unfinished line is to be shown, if it is read at present at all."""
-    if stream.paused or stream.speaker is None:
+    if stream.paused or stream.writer is None:
         return None
-    return stream.speaker.deadline()
+    return stream.writer.deadline()
 
 
 def _line(text: str) -> bytes:

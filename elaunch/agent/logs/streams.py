@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
-from elaunch.agent.logs.console import Console, Speaker
+from elaunch.agent.logs.console import Console, LineWriter
 from elaunch.agent.logs.files import (
     ArrivalNotes,
     Complaint,
@@ -65,7 +65,7 @@ class OutputStream:
         self.paused = False
         self.file: LogFile | None = None
         self.arrivals: ArrivalNotes | None = None
-        self.speaker: Speaker | None = None
+        self.writer: LineWriter | None = None
         self.line_filter: LineFilter | None = None
         self.tail = Tail()
         self.listener: Callable[[bytes], None] | None = None
@@ -101,8 +101,8 @@ class OutputStream:
             self.line_filter.feed(data)
         if self.listener is not None:
             self.listener(data)
-        if self.speaker is not None:
-            self.speaker.hear(data, now)
+        if self.writer is not None:
+            self.writer.feed(data, now)
         self.follow_size()
         return len(data)
 
@@ -130,8 +130,8 @@ class OutputStream:
 
     def close(self) -> None:
         """Show and copy the unfinished last line, then close the read end; the file stays open."""
-        if self.speaker is not None:
-            self.speaker.show_held()
+        if self.writer is not None:
+            self.writer.show_held()
         if self.line_filter is not None:
             self.line_filter.end()
         os.close(self.fd)
@@ -256,7 +256,7 @@ def open_streams(
             if console is not None:
                 prefix = plan.prefix(local_rank, stream.rank) if tees else b""
                 alone = plan.at_once and len(shown) == 1
-                stream.speaker = Speaker(console, local_rank, prefix=prefix, eager=alone)
+                stream.writer = LineWriter(console, local_rank, prefix=prefix, eager=alone)
     except OSError:
         for fd in [*ends.values(), *(stream.fd for stream in opened.streams.values())]:
             os.close(fd)

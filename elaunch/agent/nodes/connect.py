@@ -53,7 +53,7 @@ def join(
     stack: contextlib.ExitStack,
     group: WorkerGroup,
     *,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
     probe: str,
     saver: AgentSaver,
     hangs: HangWatch,
@@ -61,23 +61,23 @@ def join(
 ) -> StatusPublisher:
     """Prepare to join the job, with the first turn after which this node can.
 
-    ``say`` prints lines on stderr, ``probe`` is ``DirectoryProbe.nonce``. Raises ElaunchError where
-    an address cannot be listened on.
+    ``show`` prints lines on stderr, ``probe`` is ``DirectoryProbe.nonce``. Raises ElaunchError
+    where an address cannot be listened on.
     """
     settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     key = _key_by_munge(settings.run_id, rendezvous, os.environ)
-    opening = StoreOpener(rendezvous, settings.run_id, own_addr, group.advertise, key=key)
-    opening.prepare()
-    stack.callback(opening.close)
+    opener = StoreOpener(rendezvous, settings.run_id, own_addr, group.advertise, key=key)
+    opener.prepare()
+    stack.callback(opener.close)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
     search, rests = _search(context, peers, saver.finishing)
     post = _post(context, peers, group)
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
-    killed_in = directory.killed_in(settings.run_id, os.environ) if opening.hosts else None
-    agreed = rules(settings, rendezvous, opening.hosts, killed_in)
-    key_of = partial(_key_of, opening, settings.run_id)
-    meeting = Meeting(_store_opener(opening, peers, group), agreed, key_of, world)
+    killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
+    agreed = rules(settings, rendezvous, opener.hosts, killed_in)
+    key_of = partial(_key_of, opener, settings.run_id)
+    meeting = Meeting(_store_opener(opener, peers, group), agreed, key_of, world)
     saver.meet(meeting.read_plan, peers)
     peers.attach(saver)
     hangs.meet(OtherNodes(peers, hangs.places))
@@ -91,7 +91,7 @@ def join(
     publisher = StatusPublisher(
         meeting,
         first,
-        say=say,
+        show=show,
         post=context.post,
         strict=rendezvous.strict_symmetry,
         rests=rests,
@@ -107,21 +107,21 @@ def _listening(peers: Peers, stack: contextlib.ExitStack) -> Peers:
     return peers
 
 
-def _key_of(opening: StoreOpener, run_id: str) -> bytes | None:
-    return records.key_of(opening.secret, run_id)
+def _key_of(opener: StoreOpener, run_id: str) -> bytes | None:
+    return records.key_of(opener.secret, run_id)
 
 
 def _search(
-    context: RunContext, peers: Peers, finishing: DirectoryFinisher
+    context: RunContext, peers: Peers, finisher: DirectoryFinisher
 ) -> tuple[Callable[[Search], SearchResult], Callable[[bool], object]]:
     """Return the coordinator's search, and what gets whether nothing of a round is left here."""
     settings, rendezvous = context.settings, context.settings.rendezvous
     if not (settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path)):
-        return for_all_nodes(settings, context.post, finishing), bool
+        return for_all_nodes(settings, context.post, finisher), bool
     assert rendezvous is not None  # a job of several nodes
     timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
     place = LocalDirectory(
-        settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finishing.finish
+        settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finisher.finish
     )
     return LocalSearch(peers, timeout, context.post, require=require), LocalCopies(
         peers, place
@@ -140,12 +140,12 @@ def _key_by_munge(
     return MungeKey(run_id) if table.find(environ) is table.SLURM else None
 
 
-def _store_opener(opening: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:
+def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:
     """Return what opens the store and hands its secret to those who use it, before any plan."""
 
     def open_store() -> Store:
-        store = opening.open()
-        peers.secret = group.secret = opening.secret
+        store = opener.open()
+        peers.secret = group.secret = opener.secret
         return store
 
     return open_store

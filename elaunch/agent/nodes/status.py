@@ -53,7 +53,7 @@ class StatusPublisher:
     Args:
         meeting: the way to the coordinator.
         first: the record before it is known how many workers this node has.
-        say: prints lines on stderr.
+        show: prints lines on stderr.
         post: sends events to the loop.
         strict: --strict-symmetry.
         rests: gets whether nothing of a round is left here.
@@ -66,7 +66,7 @@ class StatusPublisher:
         meeting: Meeting | Standalone,
         first: NodeStatus,
         *,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         post: Callable[[events.Event], None],
         strict: bool = False,
         rests: Callable[[bool], object] = bool,
@@ -75,7 +75,7 @@ class StatusPublisher:
     ) -> None:
         self._meeting = meeting
         self._record = first
-        self._say = say
+        self._show = show
         self._post = post
         self._strict = strict
         self._rests = rests
@@ -83,8 +83,8 @@ class StatusPublisher:
         self._clock = clock
         self._joined = False
         self._text = self._signature = ""
-        self._told: tuple[int, str] | None = None
-        self._noticed: set[str] = set()
+        self._printed: tuple[int, str] | None = None
+        self._logged: set[str] = set()
         self._times: Callable[[], NodeTimes | None] = lambda: None
 
     def follow(self, times: Callable[[], NodeTimes | None]) -> None:
@@ -92,9 +92,9 @@ class StatusPublisher:
         self._times = times
 
     def see(self, turn: Turn) -> None:
-        """Log what a new plan says beside rounds."""
+        """Log what a new plan has beside rounds."""
         if isinstance(turn.event, events.PlanSeen):
-            self._tell_plan(turn.event.plan, turn.event.name)
+            self._log_plan(turn.event.plan, turn.event.name)
 
     def publish(self, turn: Turn) -> None:
         """Join as soon as it is known with what; then publish how this agent is, if that is new."""
@@ -107,13 +107,13 @@ class StatusPublisher:
             self._record = replace(self._record, port=port, slots=state.limits.nproc)
             self._meeting.start(self._record)
         old = self._record
-        word, round_number = nodes.own_state(state)
-        self._rests(word in AT_REST)
-        is_due = (word, round_number) != (old.state, old.round)
+        own_state, round_number = nodes.own_state(state)
+        self._rests(own_state in AT_REST)
+        is_due = (own_state, round_number) != (old.state, old.round)
         is_due = is_due or isinstance(turn.event, events.RanksAsked)
         made = replace(
             old,
-            state=word,
+            state=own_state,
             round=round_number,
             port=port,
             failure=self._failure(state) if round_number >= 0 else None,
@@ -121,12 +121,12 @@ class StatusPublisher:
             preempted=_preempted(state),
             asks=_asks(state),
             restart=state.restart,
-            held=state.held if word in AT_REST and state.finish is None else (),
+            held=state.held if own_state in AT_REST and state.finish is None else (),
             reason=_reason(state),
             exit_code=_own_code(state),
             times=self._times() if is_due else old.times,
         )
-        if _news(made) != _news(old) or _is_stale(old.times, made.times):
+        if _essentials(made) != _essentials(old) or _is_stale(old.times, made.times):
             self._record = made
             self._meeting.publish(made)
 
@@ -182,15 +182,15 @@ class StatusPublisher:
         if not found.text and state.plan.phase in ("ending", "forming"):
             return None  # its node has yet to gather what is known; the next plan has it
         mark = (found.pid, found.node)
-        if mark == self._told:
+        if mark == self._printed:
             return None
-        self._told = mark
+        self._printed = mark
         text = found.text.rstrip() or words.failure(found)
-        self._say(f"the first failure of the job was on another node:\n{block(text)}\n")
+        self._show(f"the first failure of the job was on another node:\n{block(text)}\n")
         return found
 
-    def _tell_plan(self, plan: Plan, name: str) -> None:
-        """Log what the plan says beside rounds: differing nodes, who is waited for, standing by."""
+    def _log_plan(self, plan: Plan, name: str) -> None:
+        """Log what the plan has beside rounds: differing nodes, who is waited for, standing by."""
         lines = self._differences(plan, name)
         if plan.notice:
             lines.append(plan.notice)
@@ -205,8 +205,8 @@ class StatusPublisher:
                 f"standing by: the job has its {count(len(plan.nodes))}; this one replaces "
                 "the next that is lost"
             )
-        news = [line for line in lines if line not in self._noticed]
-        self._noticed.update(news)
+        news = [line for line in lines if line not in self._logged]
+        self._logged.update(news)
         for line in news:
             log.warning("%s", line)
 
@@ -215,12 +215,14 @@ class StatusPublisher:
         own = self._record
         if not plan.facts or plan.phase == "over" or plan.node_rank(name) is not None:
             return []
-        told = differences([(f"the job ({plan.nodes[0].host})", plan.facts), ("here", own.facts)])
-        if told and (plan.strict or self._strict):
-            problem = f"{told}; this node may not take part (--strict-symmetry)"
+        differing = differences(
+            [(f"the job ({plan.nodes[0].host})", plan.facts), ("here", own.facts)]
+        )
+        if differing and (plan.strict or self._strict):
+            problem = f"{differing}; this node may not take part (--strict-symmetry)"
             self._post(events.MeetingFailed(SymmetryError.exit_code, problem))
             return []
-        return [told] if told else []
+        return [differing] if differing else []
 
     def write_launcher_file(self, found: WorkerFailure, environ: Mapping[str, str]) -> None:
         """Write the launcher's own error file from another node's failure."""
@@ -262,7 +264,7 @@ def _own_code(state: State) -> int | None:
     return None if state.interrupted is None else 128 + state.interrupted
 
 
-def _news(record: NodeStatus) -> NodeStatus:
+def _essentials(record: NodeStatus) -> NodeStatus:
     """Return what of a record is published anew when it has changed."""
     found = None if record.failure is None else replace(record.failure, age=0.0)
     return replace(record, failure=found, reason="", exit_code=None, times=None)

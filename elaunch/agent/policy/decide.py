@@ -127,9 +127,9 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
     if event.signum in state.limits.preempting:
         return preempt.asked(state, what)
     if event.signum is signal.SIGTERM:
-        told = preempt.on_sigterm(state, event.notice)
-        if told is not None:
-            return told
+        saving = preempt.on_sigterm(state, event.notice)
+        if saving is not None:
+            return saving
     if state.phase is Phase.RUNNING:
         grace = state.limits.shutdown_timeout
         reason = f"{what}: forwarded to the workers, grace {grace:g} s"

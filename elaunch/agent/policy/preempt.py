@@ -58,22 +58,22 @@ def on_sigterm(state: State, given: Notice | None = None) -> Decision | None:
 
     ``given``: what --notice-command has printed, in place of the signal.
     """
-    told = state.notice
+    notice = state.notice
     saving = state.listens and state.phase in (Phase.RUNNING, Phase.FLUSHING)
     if not saving or state.sigterms > 1:
         return None
-    if given is None and told is not None and told.grace is not None:
-        return Nothing(), f"SIGTERM received: {told.reason} already, grace {told.grace:g} s"
+    if given is None and notice is not None and notice.grace is not None:
+        return Nothing(), f"SIGTERM received: {notice.reason} already, grace {notice.grace:g} s"
     if state.phase is not Phase.RUNNING:
         return None
     if given is not None:
         grace = _grace(state, given.grace)
-        if told is not None and (told.kind == "stop" or state.sigterms):
-            return _again(told, given.reason, grace)
+        if notice is not None and (notice.kind == "stop" or state.sigterms):
+            return _again(notice, given.reason, grace)
         return notify(state, Notice(given.reason, "resize", grace))
-    if told is not None and told.kind == "stop":
+    if notice is not None and notice.kind == "stop":
         patience = state.limits.shutdown_timeout
-        return Hurry(patience), f"SIGTERM received: {told.reason} already, grace {patience:g} s"
+        return Hurry(patience), f"SIGTERM received: {notice.reason} already, grace {patience:g} s"
     if state.limits.meets:
         return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
     return notify(state, Notice("SIGTERM received"))
@@ -84,23 +84,23 @@ def _grace(state: State, left: float | None) -> float | None:
     return None if left is None else round(left - min(state.limits.sibling_grace, left / 2), 1)
 
 
-def _again(told: Notice, reason: str, grace: float | None) -> Decision:
-    """Return what a notice changes that follows ``told``: the deadline, where it states one."""
-    already = f"{reason}: {told.reason} already"
+def _again(before: Notice, reason: str, grace: float | None) -> Decision:
+    """Return what a notice changes that follows ``before``: the deadline, where it states one."""
+    already = f"{reason}: {before.reason} already"
     if grace is None:
         return Nothing(), already
-    return Notify(told._replace(grace=grace), grace), f"{already}, grace {grace:g} s"
+    return Notify(before._replace(grace=grace), grace), f"{already}, grace {grace:g} s"
 
 
 def notify(state: State, notice: Notice) -> Decision:
     """Return the decision to notify the workers; another node that leaves limits none here."""
-    told = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
+    listen = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
     if notice.kind == "resize" and state.interrupted is None:
         notice = notice._replace(grace=None)
-        return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({told})"
+        return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({listen})"
     grace = state.limits.shutdown_timeout if notice.grace is None else notice.grace
     reason = (
-        f"{notice.reason}: the workers are asked to save and to end ({told}), grace {grace:g} s"
+        f"{notice.reason}: the workers are asked to save and to end ({listen}), grace {grace:g} s"
     )
     return Notify(notice, grace), reason
 
@@ -108,7 +108,7 @@ def notify(state: State, notice: Notice) -> Decision:
 def asked(state: State, reason: str, left: float | None = None) -> Decision:
     """Return what follows when somebody asks that the whole job end and be continued later.
 
-    ``left``: seconds until the platform ends it, where that is known; its newest word counts.
+    ``left``: seconds until the platform ends it, where that is known; the newest number counts.
     """
     grace = _grace(state, left)
     if state.asked_to_end and state.notice is not None:
@@ -144,14 +144,14 @@ def overdue(state: State) -> Decision:
     """Return what becomes of workers that have not ended within the grace of the notice."""
     stated = None if state.notice is None else state.notice.grace
     grace = state.limits.shutdown_timeout if stated is None else stated
-    told = f"the notice was not followed for {grace:g} s"
+    problem = f"the notice was not followed for {grace:g} s"
     silent = sorted(state.first_rank + rank for rank in state.alive - state.listens)
     if silent and len(silent) == len(state.alive):
-        told += "; no worker has asked should_preempt()"
+        problem += "; no worker has asked should_preempt()"
     elif silent:
         have = "has" if len(silent) == 1 else "have"
-        told += f"; {ranks(silent)} {have} not asked should_preempt()"
-    what = f"{told}; ending {workers(len(state.alive))}"
+        problem += f"; {ranks(silent)} {have} not asked should_preempt()"
+    what = f"{problem}; ending {workers(len(state.alive))}"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
 
 
@@ -196,10 +196,10 @@ def _on_listens(state: State, event: events.WorkerListens) -> Decision:
 def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
     if event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
-    told, notice = state.notice, event.notice
-    if told is not None and (told.grace is not None or notice.grace is None):
+    before, notice = state.notice, event.notice
+    if before is not None and (before.grace is not None or notice.grace is None):
         return NOTHING
-    if told is not None and not told.kind == notice.kind == "stop":
+    if before is not None and not before.kind == notice.kind == "stop":
         return NOTHING
     return notify(state, notice)
 

@@ -298,8 +298,8 @@ def _observe_exit(state: State, event: events.Exit) -> State:
     state = replace(state, alive=state.alive - {event.local_rank})
     # After a person's signal all ends are taken for its effect: many schedulers signal the
     # workers, too, and those that handle it end before the agent's own signal reaches them.
-    told = state.interrupted is not None and state.notice is None
-    if event.stopped or (told and state.first is None):
+    signalled = state.interrupted is not None and state.notice is None
+    if event.stopped or (signalled and state.first is None):
         return replace(state, stopped=(*state.stopped, event))
     if event.exitcode == 0:
         return replace(state, succeeded=state.succeeded | {event.local_rank})
@@ -356,8 +356,8 @@ COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHI
 def refusal(state: State, round_number: int, uuid: str = "") -> str:
     """Return why ``round_number`` may not commit a checkpoint, as the agent's loop knows; or "".
 
-    What the round has resumed from out of memory may be: its ``uuid`` tells. In a job of one node
-    nobody else decides. In one of several the store is asked instead
+    The save that the round has resumed from out of memory may be committed: ``uuid`` names it. In a
+    job of one node nobody else decides; in one of several the store is asked instead
     (elaunch.agent.saver.surroundings).
     """
     if uuid and state.checkpoint is not None and state.checkpoint.uuid == uuid:

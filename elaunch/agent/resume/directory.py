@@ -39,7 +39,7 @@ LOCK_S: Final = 15.0
 LOOK_S: Final = 0.1
 ASIDE_S: Final = 2.0
 """Seconds before a round for damaged checkpoints to be put aside."""
-MOST_TOLD: Final = 10
+MOST_LOGGED: Final = 10
 
 log = logging.getLogger("elaunch")
 
@@ -98,11 +98,11 @@ class DirectoryFinisher:
                 self._locks[place] = storage.lock(self._job)
             except SaveError:
                 several = self._settings.rendezvous is not None
-                run_id = _said(storage.place, layout.RUN, "run_id")
+                run_id = _text_in(storage.place, layout.RUN, "run_id")
                 if not several or run_id != self._settings.run_id:
                     raise
                 # An id that is not known is no proof of another job.
-                holder = _said(storage.place, layout.LOCK, "job")
+                holder = _text_in(storage.place, layout.LOCK, "job")
                 ours = not holder or not self.jobs or holder in self.jobs
                 if last and not ours:
                     raise
@@ -221,27 +221,27 @@ class DirectoryFinisher:
         except (OSError, CheckpointError) as error:
             log.warning("damaged checkpoints are passed over and left where they are: %s", error)
             return
-        for path in moved[:MOST_TOLD]:
+        for path in moved[:MOST_LOGGED]:
             log.warning("%s is damaged (%s): put into quarantine", path.name, reasons[path])
-        if len(moved) > MOST_TOLD:
-            log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_TOLD)
+        if len(moved) > MOST_LOGGED:
+            log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_LOGGED)
 
 
 def _is_own(place: Path, path: Path, run_id: str | None) -> bool:
     """Return whether this is a checkpoint in elaunch's layout, and of this run."""
     if path.parent != place or layout.parse_step_name(path.name) is None:
         return False
-    return run_id in (None, _said(path, layout.METADATA, "run_id"))
+    return run_id in (None, _text_in(path, layout.METADATA, "run_id"))
 
 
-def _said(place: Path | str, name: str, key: str) -> str | None:
+def _text_in(place: Path | str, name: str, key: str) -> str | None:
     """Return the text that a document of the directory has at ``key``, None if it has none."""
     if isinstance(place, str):
         return None
     try:
         with open(place / name, "rb") as file:
-            said = json.loads(file.read(MOST))
+            document = json.loads(file.read(MOST))
     except (OSError, ValueError, RecursionError):
         return None
-    found = said.get(key) if isinstance(said, dict) else None
+    found = document.get(key) if isinstance(document, dict) else None
     return found if isinstance(found, str) else None

@@ -97,12 +97,12 @@ class WorkerLinks:
                 self._drop(link)
             self._left.clear()
 
-    def adopt(self, channel: LocalChannel, said: Message, files: list[int]) -> str:
+    def adopt(self, channel: LocalChannel, request: Message, files: list[int]) -> str:
         """Take over the connection of a worker that attaches; return why not, or "".
 
         Both ``channel`` and ``files`` belong to the links from now on.
         """
-        problem = self._attach(channel, said, files)
+        problem = self._attach(channel, request, files)
         if problem:
             close_files(files)
             with contextlib.suppress(OSError):
@@ -110,12 +110,12 @@ class WorkerLinks:
             channel.close()
         return problem
 
-    def _attach(self, channel: LocalChannel, said: Message, files: list[int]) -> str:
-        round_number, local_rank = said.get("round"), said.get("local_rank")
-        if said.get("wire") != WIRE:
+    def _attach(self, channel: LocalChannel, request: Message, files: list[int]) -> str:
+        round_number, local_rank = request.get("round"), request.get("local_rank")
+        if request.get("wire") != WIRE:
             return (
-                f"it sends messages of version {said.get('wire')}, and the agent those of version "
-                f"{WIRE}: run one version of elaunch"
+                f"it sends messages of version {request.get('wire')}, and the agent those of "
+                f"version {WIRE}: run one version of elaunch"
             )
         if type(round_number) is not int or type(local_rank) is not int or local_rank < 0:
             return "worker needs the numbers 'round' and 'local_rank'"
@@ -135,11 +135,11 @@ class WorkerLinks:
                 self._drop(self._links[local_rank])
             self._links[local_rank] = link
             self._new.append(link)
-            self._tell(link, {"op": "attached"})
-            if said.get("name"):
-                self._name = str(said["name"])[:LONGEST_NAME]
+            self._send(link, {"op": "attached"})
+            if request.get("name"):
+                self._name = str(request["name"])[:LONGEST_NAME]
             if self._notice is not None:
-                self._tell(link, _preempt(self._notice, self._grace_until))
+                self._send(link, _preempt(self._notice, self._grace_until))
         self._wake.send(b"\0")
         return ""
 
@@ -152,7 +152,7 @@ class WorkerLinks:
             self._notice = notice
             self._grace_until = None if grace is None else time.monotonic() + grace
             for link in list(self._links.values()):
-                self._tell(link, _preempt(notice, self._grace_until))
+                self._send(link, _preempt(notice, self._grace_until))
 
     def name(self) -> str:
         """Return the name that the script has given the run last; empty if it has given none."""
@@ -171,7 +171,7 @@ class WorkerLinks:
 
     # ── one link ─────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, link: _Link, message: Message) -> None:
+    def _send(self, link: _Link, message: Message) -> None:
         try:
             link.channel.send(message, (), NOTICE_S)
         except OSError as error:
@@ -197,9 +197,9 @@ class WorkerLinks:
     def _run(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select():
-                self._let_in() if key.data is None else self._read(key.data)
+                self._register_new() if key.data is None else self._read(key.data)
 
-    def _let_in(self) -> None:
+    def _register_new(self) -> None:
         """Take what has woken the thread, and read what new links have sent with their first."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
@@ -214,19 +214,19 @@ class WorkerLinks:
     def _read(self, link: _Link) -> None:
         try:
             for message, _ in link.channel.drain():
-                self._take(link, message)
+                self._on_message(link, message)
         except (EOFError, OSError) as error:
             log.debug("worker %d is dropped: %s", link.local_rank, error)
             with self._lock:
                 self._drop(link)
 
-    def _take(self, link: _Link, message: Message) -> None:
+    def _on_message(self, link: _Link, message: Message) -> None:
         if "n" in message:
             self._request(link, message)
             return
-        event = understood(message, link.round, link.local_rank)
+        event = event_of(message, link.round, link.local_rank)
         if isinstance(event, str):
-            log.debug("worker %d sends what cannot be understood: %s", link.local_rank, event)
+            log.debug("worker %d sends what cannot be event_of: %s", link.local_rank, event)
         elif event is not None:
             self._post(event)
 
@@ -244,7 +244,7 @@ class WorkerLinks:
         requests.put(message)
 
 
-def understood(message: Message, round_number: int, local_rank: int) -> events.Event | str | None:
+def event_of(message: Message, round_number: int, local_rank: int) -> events.Event | str | None:
     """Return the event that a worker's message means, None if none, or what is wrong with it."""
     op = message.get("op")
     if op == "listens":

@@ -41,7 +41,7 @@ PostEvent = Callable[[events.Event], None]
 
 
 class Reaper:
-    """Starts children in sessions of their own and tells their starters of their ends.
+    """Starts children in sessions of their own and calls their starters when they end.
 
     One thread in ``waitpid(-1)`` for the agent's whole life waits for all children: the server, and
     orphans that come to a subreaper or to PID 1. A second one would take the ends of children that

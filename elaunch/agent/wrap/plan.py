@@ -156,7 +156,7 @@ def _no_launcher(environ: Mapping[str, str]) -> str:
 
 
 def _none_named(named: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    said = ", ".join(named)
+    given = ", ".join(named)
     known = [name for name in table.rank_names() if environ.get(name)]
     hint = did_you_mean(named[0], known) if named else ""
     if known and not hint:
@@ -164,7 +164,7 @@ def _none_named(named: tuple[str, ...], environ: Mapping[str, str]) -> str:
     if not named:
         return f"--rank-env: it names no variable{hint}"
     what = "is not set" if len(named) == 1 else "are all not set"
-    return f"--rank-env {said}: {said} {what}{hint}"
+    return f"--rank-env {given}: {given} {what}{hint}"
 
 
 def _alone(environ: Mapping[str, str], job: str) -> tuple[str, int]:

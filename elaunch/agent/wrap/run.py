@@ -47,7 +47,7 @@ from elaunch.wire.local import is_readable
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
-SAME_WORD = 1.0
+SAME_SIGNAL = 1.0
 """Seconds in which a second signal is the same one: launchers signal a process and its group."""
 LEFT_GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL for what a command that ended well has left running."""
@@ -98,7 +98,7 @@ class Wrapper:
         self._server = server
         self._pump = pump
         self._exited: events.Exit | None = None
-        self._told_at = math.inf
+        self._asked_at = math.inf
         self._deadline = math.inf
         self._held: deque[tuple[float, Signals]] = deque()
         self._sweeping = False
@@ -148,13 +148,13 @@ class Wrapper:
         elif isinstance(event, events.SignalReceived):
             self._on_signal(event.signum)
         elif isinstance(event, LauncherGone):
-            self._say("the launcher has ended; SIGTERM to the command")
+            self._show("the launcher has ended; SIGTERM to the command")
             self._on_signal(signal.SIGTERM)
         elif isinstance(event, events.WorkerNotStarted):
             raise ServerError(f"{self._who()} cannot be started: {event.problem}")
         elif isinstance(event, events.Exit):
             self._exited = event
-            well = event.exitcode == 0 or self._told_at < math.inf
+            well = event.exitcode == 0 or self._asked_at < math.inf
             self._sweep(signal.SIGTERM if well else None, LEFT_GRACE if well else 0.0)
         elif isinstance(event, events.ServerLost):
             self._server.sweep_orphans(self._plan.round)
@@ -165,13 +165,13 @@ class Wrapper:
     def _on_signal(self, signum: Signals) -> None:
         ends = signum in ENDING
         now = time.monotonic()
-        again = ends and now - self._told_at >= SAME_WORD
+        again = ends and now - self._asked_at >= SAME_SIGNAL
         if again and not self._sweeping:
-            self._say(f"{signum.name} again: killing the command at once")
+            self._show(f"{signum.name} again: killing the command at once")
             self._sweep(None, 0.0)
             return
-        if ends and self._told_at == math.inf:
-            self._told_at = now
+        if ends and self._asked_at == math.inf:
+            self._asked_at = now
             if not self._sweeping:
                 self._deadline = now + self._plan.shutdown_timeout
         self._held.append((now + TO_ALL, signum))
@@ -187,7 +187,7 @@ class Wrapper:
             self._server.kill()  # then ServerLost, and its orphans come to this process
             self._deadline = math.inf
             return
-        self._say(f"it has not ended in {self._plan.shutdown_timeout:g} s; killing it")
+        self._show(f"it has not ended in {self._plan.shutdown_timeout:g} s; killing it")
         self._sweep(None, 0.0)
 
     def _sweep(self, signum: Signals | None, grace: float) -> None:
@@ -198,7 +198,7 @@ class Wrapper:
     def _outcome(self, gone: events.TreeGone) -> int:
         if gone.survivors:
             left = ", ".join(f"{pid} ({name})" for pid, name in gone.survivors)
-            self._say(f"processes that cannot be killed are left: {left}")
+            self._show(f"processes that cannot be killed are left: {left}")
         if self._exited is None:
             raise ServerError(
                 f"{self._who()}: the server that started the command was lost, and the command "
@@ -207,7 +207,7 @@ class Wrapper:
         code = self._exited.exitcode
         if code == 0:
             return 0
-        self._say(f"{how_it_ended(code)}{self._hint(code)}")
+        self._show(f"{how_it_ended(code)}{self._hint(code)}")
         return exit_code(code)
 
     def _hint(self, code: int) -> str:
@@ -225,7 +225,7 @@ class Wrapper:
         shown = command[:57] + "..." if len(command) > 60 else command
         return f"rank {self._plan.rank} on {os.uname().nodename}{pid} ({shown})"
 
-    def _say(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         self._pump.show(f"elaunch: {self._who()}: {text}")
 
 

@@ -33,7 +33,7 @@ from elaunch.rendezvous.decide.view import Search as Search
 from elaunch.rendezvous.decide.view import Step as Step
 from elaunch.rendezvous.plan import Cause, Node, Plan
 
-MOST_TOLD = 3
+MOST_NAMED = 3
 """Lost nodes that a reason names."""
 
 
@@ -80,10 +80,10 @@ def _decide(view: View, now: float, rules: Rules) -> Decision:
         ended = _ended(view, now, rules) or _never_began(view, now, rules)
         if ended is not None:
             return publish(ended)
-        asked = formation.asked(view)
+        asked = formation.end_request(view)
         if asked and not plan.asked:
             return Publish(replace(plan, asked=asked)), f"the job is asked to end: {asked}"
-        again = None if asked or plan.asked else formation.restart(view)
+        again = None if asked or plan.asked else formation.restart_request(view)
         if again is not None:
             return publish(again)
         return _running(view, now, rules)
@@ -133,11 +133,11 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
             return preempted
         return over(replace(plan, failure=None), 0, "all workers ended with 0")
     if lost:
-        told = [text.gone(node, absent, rules.heartbeat_timeout) for node, absent in lost]
-        more = f" and {len(told) - MOST_TOLD} more nodes" if len(told) > MOST_TOLD else ""
+        lines = [text.gone(node, absent, rules.heartbeat_timeout) for node, absent in lost]
+        more = f" and {len(lines) - MOST_NAMED} more nodes" if len(lines) > MOST_NAMED else ""
         all_left = all(absent is not None and absent.cause == "left" for _, absent in lost)
         cause: Cause = "left" if all_left else "lost"
-        reason = "; ".join(told[:MOST_TOLD]) + more
+        reason = "; ".join(lines[:MOST_NAMED]) + more
         return replace(plan, phase="ending", cause=cause, reason=reason, failure=None)
     if left:
         why = f": {left[0].reason}" if left[0].reason else ""
@@ -186,12 +186,12 @@ def _preempted(view: View) -> Plan | None:
     """Return what follows when all have ended with 0, and some because they were asked to."""
     plan = view.plan
     records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
-    told = [record for record in records if record.preempted]
-    if not told:
+    preempted = [record for record in records if record.preempted]
+    if not preempted:
         return None
-    stop = next((record for record in told if record.preempted == "stop"), None)
+    stop = next((record for record in preempted if record.preempted == "stop"), None)
     if stop is not None:
         reason = f"preempted: {stop.reason}; to be continued"
         return over(replace(plan, failure=None), PREEMPTED, reason)
-    reason = f"{told[0].reason}; the workers have saved"
+    reason = f"{preempted[0].reason}; the workers have saved"
     return replace(plan, phase="ending", cause="joined", reason=reason, failure=None)

@@ -60,7 +60,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         if not isinstance(judged, budget.Again):
             return judged
         verdict = judged
-    if plan.asked or asked(view):
+    if plan.asked or end_request(view):
         return _preempted(view)
     view = sharing.with_sharing_nodes_only(view)
     enough = members.enough(view, now, rules)
@@ -84,13 +84,13 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     return _start(view, rules, enough, verdict)
 
 
-def asked(view: View) -> str:
+def end_request(view: View) -> str:
     """Return why an agent asks that the whole job end, to be continued; or ""."""
-    told = (one.record.asks for one in view.present.values() if one.record.state != "leaving")
-    return next((reason for reason in told if reason), "")
+    asked = (one.record.asks for one in view.present.values() if one.record.state != "leaving")
+    return next((reason for reason in asked if reason), "")
 
 
-def restart(view: View) -> Plan | None:
+def restart_request(view: View) -> Plan | None:
     """Return the plan that ends the round which runs, if an agent asks for that; or None."""
     plan = view.plan
     for one in view.present.values():
@@ -121,7 +121,7 @@ def _preempted(view: View) -> Decision:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
         return publish(over(plan, exit_code(plan.failure.exitcode), reason))
     what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "
-    reason = f"{what}preempted: {plan.asked or asked(view)}; to be continued"
+    reason = f"{what}preempted: {plan.asked or end_request(view)}; to be continued"
     return publish(over(replace(plan, failure=None), PREEMPTED, reason))
 
 
@@ -215,15 +215,15 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     step = _step(held.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
-    told = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
-    if isinstance(told, budget.NoMore):
-        return publish(over(plan, exit_code(failed.exitcode), told.reason))
+    verdict = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
+    if isinstance(verdict, budget.NoMore):
+        return publish(over(plan, exit_code(failed.exitcode), verdict.reason))
     same = _same(view)
     if same is not None and 0 < rules.max_same_failures <= len(same.rounds):
         numbers = ", ".join(map(str, same.rounds))
         reason = f"the same failure in rounds {numbers} without progress (--max-same-failures)"
         return publish(over(plan, SameFailureError.exit_code, f"{text.failure(failed)}; {reason}"))
-    return told
+    return verdict
 
 
 def _same(view: View) -> SameFailure | None:
@@ -283,9 +283,11 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
     if now >= until:
         problem = few.text(f" after {rules.join_timeout:g} s", now)
         return publish(over(view.plan, JoinTimeoutError.exit_code, problem))
-    tell = view.published_at + max(rules.settle, 1.0)
-    if waiting and tell > now:  # to name them all for each that comes takes long where many do
-        return Wait(min(until, tell, few.again or until)), view.plan.reason
+    publish_at = view.published_at + max(rules.settle, 1.0)
+    if (
+        waiting and publish_at > now
+    ):  # to name them all for each that comes takes long where many do
+        return Wait(min(until, publish_at, few.again or until)), view.plan.reason
     reason = few.text("", None)
     if reason == view.plan.reason:
         return Wait(min(until, few.again or until)), reason

@@ -67,8 +67,8 @@ class Few(Struct, frozen=True):
             text += f"; node rank {ranks} is missing"
         elif more > 0:
             text += f"; {more} more {'is' if more == 1 else 'are'} needed"
-        for said, at in self.gone[: words.MOST_NAMED]:
-            text += f"; {said}" + (f", {now - at:.0f} s ago" if now is not None else "")
+        for how, at in self.gone[: words.MOST_NAMED]:
+            text += f"; {how}" + (f", {now - at:.0f} s ago" if now is not None else "")
         return text
 
 

@@ -165,7 +165,7 @@ class View(Struct, frozen=True):
 
 
 class Publish(Struct, frozen=True):
-    """Publish this plan; what keeps count of the plans says as which ``version``."""
+    """Publish this plan; a decision leaves the ``version`` to the coordinator."""
 
     plan: Plan
     version: int = 0

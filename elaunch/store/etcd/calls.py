@@ -106,7 +106,7 @@ class Calls:
             return member.call(service, method, request, seconds, metadata)
 
         answer = self.attempt(one, timeout, 2.5 * timeout)
-        if service == "KV":  # the headers of other services tell how far that member is
+        if service == "KV":  # the headers of other services show how far that member is
             problem = self.history.continues(answer.header, known)
             if problem:
                 self._replaced = (

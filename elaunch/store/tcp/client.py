@@ -5,7 +5,7 @@
                    (elaunch.store.tcp.server), on a socket that it has bound, keeps the members
                    (elaunch.store.tcp.host), and alone can lead
 ``connect``        every other agent, and readers; waits for the host to be there
-``hello``          asks what is at an address
+``identify``       asks what is at an address
 =================  ===============================================================================
 
 Only the agent that hosts imports torch. An agent that loses the host has lost the store: nothing of
@@ -70,10 +70,10 @@ def host(
     name, own = tcpstore_name(bound[0], bound[1]), _reachable(listening)
     address = (listening.family, (own, *bound[1:]))
     target = StoreTarget(name, address, run_id, secrets.token_hex(4))
-    said = {"elaunch": 1, "run_id": run_id, "boot": target.boot}
+    identity = {"elaunch": 1, "run_id": run_id, "boot": target.boot}
     try:
         server = _serve(listening, own, timeout)
-        raw = json.dumps(said).encode()
+        raw = json.dumps(identity).encode()
         connection = _announce(target, raw, shared, time.monotonic() + timeout)
     except (OSError, RuntimeError, ForeignAnswer) as error:
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
@@ -105,7 +105,7 @@ def connect(
         now = time.monotonic()
         until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
         try:
-            target, connection = _enter(host, port, run_id, until)
+            target, connection = _connect_once(host, port, run_id, until)
             return TcpStore(target, timeout, connection, moved=moved)
         except _MissError as miss:
             now = time.monotonic()
@@ -121,16 +121,16 @@ def connect(
 
 
 def identify(host: str, port: int, deadline: float) -> dict[str, Any] | None:
-    """Return the hello of the store at an address; None: a TCPStore, but not elaunch's.
+    """Return the identity of the store at an address; None: a TCPStore, but not elaunch's.
 
     Asks once, for ``deadline`` seconds at most. Raises StoreUnreachable.
     """
     try:
-        _, connection, said = _ask(host, port, time.monotonic() + deadline)
+        _, connection, identity = _handshake(host, port, time.monotonic() + deadline)
     except _MissError as miss:
         raise StoreUnreachable(f"cannot reach the {tcpstore_name(host, port)}: {miss}") from None
     connection.close()
-    return said
+    return identity
 
 
 class _MissError(Exception):
@@ -141,19 +141,25 @@ class _MissError(Exception):
         self.foreign = foreign
 
 
-def _enter(host: str, port: int, run_id: str, until: float) -> tuple[StoreTarget, Connection]:
+def _connect_once(
+    host: str, port: int, run_id: str, until: float
+) -> tuple[StoreTarget, Connection]:
     """Connect and make sure that it is this job's store; raises _MissError."""
-    address, connection, said = _ask(host, port, until)
-    if said is not None and said["run_id"] == run_id:
-        return StoreTarget(tcpstore_name(host, port), address, run_id, said["boot"]), connection
+    address, connection, identity = _handshake(host, port, until)
+    if identity is not None and identity["run_id"] == run_id:
+        return StoreTarget(tcpstore_name(host, port), address, run_id, identity["boot"]), connection
     connection.close()
-    if said is None:
+    if identity is None:
         raise _MissError("a TCPStore that no elaunch agent hosts is there", foreign=True)
-    raise _MissError(f"it belongs to the job {said['run_id']!r}, not to {run_id!r}", foreign=True)
+    raise _MissError(
+        f"it belongs to the job {identity['run_id']!r}, not to {run_id!r}", foreign=True
+    )
 
 
-def _ask(host: str, port: int, until: float) -> tuple[Address, Connection, dict[str, Any] | None]:
-    """Return the first address of ``host`` where a TCPStore answers, and its hello."""
+def _handshake(
+    host: str, port: int, until: float
+) -> tuple[Address, Connection, dict[str, Any] | None]:
+    """Return the first address of ``host`` where a TCPStore answers, and its identity."""
     try:
         addresses = resolve(host, port, until)
     except OSError as error:
@@ -212,11 +218,11 @@ def _serve(listening: socket.socket, address: str, timeout: float) -> object:
     )
 
 
-def _announce(target: StoreTarget, said: bytes, shared: bytes, until: float) -> Connection:
-    """Write what all share, then the store's hello, and read that back."""
+def _announce(target: StoreTarget, identity: bytes, shared: bytes, until: float) -> Connection:
+    """Write what all share, then the store's identity, and read that back."""
     connection, _ = handshake(target.address, until, hold=lambda _: None)
     first = [wire.put(f"{target.run_id}/{SHARED}", shared)] if shared else []
-    connection.send([*first, wire.put(IDENTITY, said), wire.get(IDENTITY)], until)
-    if connection.value(until) != said:
+    connection.send([*first, wire.put(IDENTITY, identity), wire.get(IDENTITY)], until)
+    if connection.value(until) != identity:
         raise ForeignAnswer("it does not keep what is written")
     return connection

@@ -1,6 +1,6 @@
 """A connection to the TCPStore of a job, opened again when it breaks.
 
-The store's hello stands under the key ``elaunch``, outside of every job, as JSON::
+The store's identity stands under the key ``elaunch``, outside of every job, as JSON::
 
     {"elaunch": 1, "run_id": "job", "boot": "9f86d081"}
 
@@ -114,7 +114,7 @@ def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
 def handshake(
     address: Address, until: float, hold: Callable[[Connection], None]
 ) -> tuple[Connection, dict[str, Any] | None]:
-    """Connect and return the store's hello; None: a TCPStore without one.
+    """Connect and return the store's identity; None: a TCPStore without one.
 
     ``hold`` is given the connection before it blocks, to have it cut. Raises OSError and
     ForeignAnswer.
@@ -135,13 +135,14 @@ def _read_identity(raw: bytes) -> dict[str, Any] | None:
     if not raw:
         return None
     try:
-        said = json.loads(raw)
+        identity = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or type(said.get("elaunch")) is not int:
+    if not isinstance(identity, dict) or type(identity.get("elaunch")) is not int:
         return None
-    named = all(_is_line(said.get(name)) for name in ("run_id", "boot"))
-    return said if named and ("store" not in said or _is_place(said["store"])) else None
+    named = all(_is_line(identity.get(name)) for name in ("run_id", "boot"))
+    named = named and ("store" not in identity or _is_address(identity["store"]))
+    return identity if named else None
 
 
 def _is_line(value: object) -> bool:
@@ -149,7 +150,7 @@ def _is_line(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
-def _is_place(value: object) -> bool:
+def _is_address(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not _is_line(value[0]):
         return False
     return bool(value[0]) and type(value[1]) is int and 0 < value[1] < 65536
@@ -227,10 +228,10 @@ class TcpConnection:
 
     def _open(self, until: float) -> Connection:
         if self._connection is None:
-            self._connection, said = handshake(self.target.address, until, self._hold)
-            if said is None or said["run_id"] != self.target.run_id:
+            self._connection, identity = handshake(self.target.address, until, self._hold)
+            if identity is None or identity["run_id"] != self.target.run_id:
                 raise self._unreachable("it belongs to somebody else now")
-            if said["boot"] != self.target.boot:
+            if identity["boot"] != self.target.boot:
                 raise StoreReplaced(
                     f"cannot reach the {self.target.name}: it was started anew and does not know "
                     "this agent"

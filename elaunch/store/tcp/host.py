@@ -17,7 +17,7 @@ key            written by                                 what
 ``b/<v>``      the host; the last 64 are kept             version ``v`` of the plan
 ``n/<v>``      the same                                   since which version its nodes are there
 ``l/<v>``      the host; the last two are kept            the nodes of version ``v`` and of the next
-``shared``     the host, before it writes its hello;      what all agents share, if they do
+``shared``     the host, before it writes its identity;   what all agents share, if they do
                else the first to offer it
 =============  =========================================  ========================================
 
@@ -138,7 +138,7 @@ def read_notice(raw: bytes) -> AgentNotice | None:
 
 
 @dataclass
-class _Pulse:
+class _Heartbeat:
     """One entry's heartbeats: the counter as it was last read, and when it last moved."""
 
     ttl: float
@@ -161,13 +161,13 @@ class MemberEntries:
     def put(self, name: str, value: bytes) -> None:
         """Write an entry."""
         self.values[name] = value
-        self._tell(Change(name, value, "put"))
+        self._note(Change(name, value, "put"))
 
     def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
         """Take an entry off for good."""
         del self.values[name]
         self._gone.add(name)
-        self._tell(Change(name, None, cause))
+        self._note(Change(name, None, cause))
 
     def read(self, reader: object) -> list[Change]:
         """Return what ``reader`` has not seen: at its first call, every entry that is there."""
@@ -180,7 +180,7 @@ class MemberEntries:
         """Keep no more changes for ``reader``; its next call is a first one."""
         self._unseen.pop(reader, None)
 
-    def _tell(self, change: Change) -> None:
+    def _note(self, change: Change) -> None:
         for unseen in self._unseen.values():
             unseen.append(change)
 
@@ -195,7 +195,7 @@ class MembersThread:
         self._line, self._prefix, self._closed = line, prefix, closed
         self._entries = MemberEntries()
         self._leader = ""
-        self._pulses: dict[str, _Pulse] = {}
+        self._alive: dict[str, _Heartbeat] = {}
         self._now = 0.0  # the clock that does not count what the host slept through
         self._looked = time.monotonic()
         self._judge_at = 0.0
@@ -218,7 +218,7 @@ class MembersThread:
 
     def has(self, name: str | None) -> bool:
         """Return whether ``name`` is a member; the caller holds ``changed``."""
-        return name in self._pulses
+        return name in self._alive
 
     def begin(self, name: str) -> None:
         """Have the first :meth:`changes` of ``name`` return all; the caller holds ``changed``."""
@@ -229,7 +229,7 @@ class MembersThread:
     def leases(self) -> Mapping[str, Lease]:
         """Return all entries."""
         with self.changed:
-            ages = {name: self._now - pulse.moved for name, pulse in self._pulses.items()}
+            ages = {name: self._now - beat.moved for name, beat in self._alive.items()}
             return {name: Lease(value, ages[name]) for name, value in self._entries.values.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
@@ -239,7 +239,7 @@ class MembersThread:
             while True:
                 if self._closed.is_set():
                     raise StoreClosed("the store was closed")
-                if self._leader != name or name not in self._pulses:
+                if self._leader != name or name not in self._alive:
                     raise LeaseLost(f"{name} does not lead (any more)")
                 found = self._entries.read(name)
                 left = until - time.monotonic()
@@ -298,7 +298,7 @@ class MembersThread:
     def _take_one(self, notice: AgentNotice) -> list[tuple[str, bytes]]:
         name = notice.name
         entry, counter = f"{self._prefix}s/{name}", counter_of(name)
-        here = name in self._pulses
+        here = name in self._alive
         if notice.ttl is None:
             if not here:
                 return []
@@ -306,46 +306,46 @@ class MembersThread:
             return [(entry, b""), (counter, str(GONE).encode())]
         if self._entries.knows(name) and (notice.new or not here):
             return []  # the name is taken, or its agent is gone: it learns that from its counter
-        if not here and len(self._pulses) >= MOST_ENTRIES:
+        if not here and len(self._alive) >= MOST_ENTRIES:
             return []
         if not here:
-            self._pulses[name] = _Pulse(notice.ttl, self._now)
+            self._alive[name] = _Heartbeat(notice.ttl, self._now)
             self._judge_at = min(self._judge_at, self._now + self._period())
             self._plan_ages()
         self._entries.put(name, notice.value)
         return [(entry, b"+" + notice.value)]
 
     def _period(self) -> float:
-        shortest = min((pulse.ttl for pulse in self._pulses.values()), default=TTL[1])
+        shortest = min((beat.ttl for beat in self._alive.values()), default=TTL[1])
         return min(max(shortest / READINGS, PERIOD[0]), PERIOD[1])
 
     def _judge(self) -> None:
         """Read every counter and remove the members whose counter has not moved."""
-        names = list(self._pulses)
+        names = list(self._alive)
         keys = list(map(counter_of, names))
         counts = self._line.exchange(lambda line, by: line.values(keys, by)) if keys else []
         self._tick()
         silent = []
         for name, count in zip(names, counts, strict=True):
-            pulse = self._pulses[name]
-            if count != pulse.count:
-                pulse.count, pulse.moved = count, self._now
-            elif self._now - pulse.moved >= pulse.ttl:
+            beat = self._alive[name]
+            if count != beat.count:
+                beat.count, beat.moved = count, self._now
+            elif self._now - beat.moved >= beat.ttl:
                 silent.append(name)
-        gone = [name for name in silent if self._bury(name)]
+        gone = [name for name in silent if self._mark_gone(name)]
         with self.changed:
             for name in gone:
                 self._drop(name, left=False)
             self.changed.notify_all()
-        dues = (pulse.moved + pulse.ttl for pulse in self._pulses.values())
+        dues = (beat.moved + beat.ttl for beat in self._alive.values())
         self._judge_at = min(self._now + self._period(), *dues, float("inf"))
-        if self._pulses and self._now >= self._ages_at + AGES_EVERY:
+        if self._alive and self._now >= self._ages_at + AGES_EVERY:
             self._ages_due = self._now
         self._unsent += [(f"{self._prefix}s/{name}", b"") for name in gone]
 
-    def _bury(self, name: str) -> bool:
+    def _mark_gone(self, name: str) -> bool:
         """Move the counter below zero unless it has moved meanwhile; whether it has not."""
-        tombstone, count = str(GONE).encode(), self._pulses[name].count
+        tombstone, count = str(GONE).encode(), self._alive[name].count
         request = wire.compare_set(counter_of(name), count, tombstone)
 
         def talk(line: Connection, by: float) -> bytes:
@@ -355,7 +355,7 @@ class MembersThread:
         return self._line.exchange(talk) == tombstone
 
     def _drop(self, name: str, left: bool) -> None:
-        del self._pulses[name]
+        del self._alive[name]
         self._entries.drop(name, "left" if left else "expired")
         self._plan_ages()
 
@@ -365,7 +365,7 @@ class MembersThread:
 
     def _ages(self) -> tuple[str, bytes]:
         self._ages_at, self._ages_due = self._now, None
-        ages = {name: round(self._now - pulse.moved, 2) for name, pulse in self._pulses.items()}
+        ages = {name: round(self._now - beat.moved, 2) for name, beat in self._alive.items()}
         return self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode()
 
 

@@ -183,11 +183,11 @@ class TcpStore:
     def update(self, value: bytes) -> None:
         """Replace the value of our entry; LeaseLost if it is gone."""
         name, ttl = self._enrolled()
-        self._tell([_fitting(put_notice(name, ttl, value))])
+        self._notify([_fitting(put_notice(name, ttl, value))])
 
     def renew(self) -> None:
         """Keep our entry for another ``ttl`` seconds; LeaseLost if it is gone."""
-        self._tell([])
+        self._notify([])
 
     def withdraw(self) -> None:
         """Remove our entry; nothing if there is none."""
@@ -196,7 +196,7 @@ class TcpStore:
         if self._lease is None:
             return
         try:
-            self._tell([left_notice(self._lease[0])])
+            self._notify([left_notice(self._lease[0])])
         except LeaseLost:
             return
         finally:
@@ -274,7 +274,7 @@ class TcpStore:
             raise LeaseLost("this agent is no member")
         return self._lease
 
-    def _tell(self, notices: list[bytes]) -> None:
+    def _notify(self, notices: list[bytes]) -> None:
         """Send notices and a heartbeat; LeaseLost if the host has removed our entry."""
         name, _ = self._enrolled()
         if self._calls.exchange(lambda line, by: self._add(line, by, name, notices)) <= 0:

@@ -151,8 +151,8 @@ class Connection:
         except TimeoutError:
             raise TimeoutError("it accepts connections and says nothing") from None
         if answer != nonce:
-            said = (answer + bytes(self._received))[:40].split(b"\n")[0].strip()
-            raise ForeignAnswer(f"something that is no TCPStore answers: {ascii(said)[2:-1]!r}")
+            received = (answer + bytes(self._received))[:40].split(b"\n")[0].strip()
+            raise ForeignAnswer(f"something that is no TCPStore answers: {ascii(received)[2:-1]!r}")
 
     def send(self, requests: Iterable[bytes], until: float) -> None:
         """Send requests in one go."""

@@ -31,7 +31,7 @@ class Rig:
         self.noted: list[Mapping[str, Any]] = []
         self.tail = ["the last words"]
         pump = SimpleNamespace(
-            paths=lambda _: (None, None), tail=lambda *_: list(self.tail), say=self.said.append
+            paths=lambda _: (None, None), tail=lambda *_: list(self.tail), show=self.said.append
         )
         group = SimpleNamespace(error_file=lambda *_: None)
         run_dir = RunDir(root)

@@ -17,7 +17,7 @@ from elaunch.agent.logs.console import (
     BULK_SILENCE,
     PARTIAL_AGE,
     Console,
-    Speaker,
+    LineWriter,
     open_consoles,
     write_directly,
 )
@@ -60,24 +60,24 @@ def terminal(tmp_path: Path) -> Iterator[Screen]:
 
 def test_a_partial_line_is_held_until_its_deadline(screen: Screen) -> None:
     """Its age counts from its first byte; a long one's from its last."""
-    speaker = Speaker(screen.console, 0)
-    speaker.hear(b"whole\npart", 10.0)
-    speaker.hear(b"ial", 10.1)
+    writer = LineWriter(screen.console, 0)
+    writer.feed(b"whole\npart", 10.0)
+    writer.feed(b"ial", 10.1)
     assert screen.shown() == b"whole\n"
-    assert speaker.deadline() == 10.0 + PARTIAL_AGE
-    speaker.hear(b"x" * BULK, 10.15)
-    assert speaker.deadline() == 10.15 + BULK_SILENCE
-    speaker.show_held()
-    assert speaker.deadline() is None
+    assert writer.deadline() == 10.0 + PARTIAL_AGE
+    writer.feed(b"x" * BULK, 10.15)
+    assert writer.deadline() == 10.15 + BULK_SILENCE
+    writer.show_held()
+    assert writer.deadline() is None
     assert screen.shown() == b"whole\npartial" + b"x" * BULK
 
 
 def test_a_stream_that_was_not_read_for_a_while_gets_its_time_anew(screen: Screen) -> None:
     """It had no chance to end its line."""
-    speaker = Speaker(screen.console, 0)
-    speaker.hear(b"part", 10.0)
-    speaker.wait_anew(20.0)
-    assert speaker.deadline() == 20.0 + PARTIAL_AGE
+    writer = LineWriter(screen.console, 0)
+    writer.feed(b"part", 10.0)
+    writer.wait_anew(20.0)
+    assert writer.deadline() == 20.0 + PARTIAL_AGE
 
 
 def test_a_line_longer_than_the_limit_is_shown_in_pieces(
@@ -85,10 +85,10 @@ def test_a_line_longer_than_the_limit_is_shown_in_pieces(
 ) -> None:
     """And still nobody writes into it."""
     monkeypatch.setattr(console_module, "HELD_LIMIT", 100)
-    first, second = Speaker(screen.console, 0), Speaker(screen.console, 1)
-    first.hear(b"a" * 101, 0.0)
-    second.hear(b"b\n", 0.0)
-    first.hear(b"a\n", 0.0)
+    first, second = LineWriter(screen.console, 0), LineWriter(screen.console, 1)
+    first.feed(b"a" * 101, 0.0)
+    second.feed(b"b\n", 0.0)
+    first.feed(b"a\n", 0.0)
     assert screen.shown() == b"a" * 101 + b"\nb\na\n"
 
 
@@ -104,46 +104,46 @@ def test_a_line_longer_than_the_limit_is_shown_in_pieces(
 )
 def test_what_ends_a_line(screen: Screen, pieces: list[bytes], expected: bytes) -> None:
     r"""A ``\r`` at the very end may be the first half of ``\r\n``."""
-    speaker = Speaker(screen.console, 0)
+    writer = LineWriter(screen.console, 0)
     for piece in pieces:
-        speaker.hear(piece, 0.0)
+        writer.feed(piece, 0.0)
     assert screen.shown() == expected
 
 
 def test_an_interrupted_line_ends_once(screen: Screen) -> None:
     """The newline that was put in its middle stands for its own."""
-    first, second = (Speaker(screen.console, rank, prefix=b"%d:" % rank) for rank in (0, 1))
-    first.hear(b"a", 0.0)
+    first, second = (LineWriter(screen.console, rank, prefix=b"%d:" % rank) for rank in (0, 1))
+    first.feed(b"a", 0.0)
     first.show_held()
-    second.hear(b"b\n", 0.0)
-    first.hear(b"\n", 0.0)
-    first.hear(b"c", 0.0)
+    second.feed(b"b\n", 0.0)
+    first.feed(b"\n", 0.0)
+    first.feed(b"c", 0.0)
     first.show_held()
-    second.hear(b"d\n", 0.0)
-    first.hear(b"ontinued\n", 0.0)
+    second.feed(b"d\n", 0.0)
+    first.feed(b"ontinued\n", 0.0)
     assert screen.shown() == b"0:a\n1:b\n0:c\n1:d\n0:ontinued\n"
 
 
 def test_bars_take_turns_on_a_terminal(terminal: Screen) -> None:
     """They overwrite one another there, as without a launcher; a prompt is not overwritten."""
-    first, second = (Speaker(terminal.console, rank, eager=True) for rank in (0, 1))
-    first.hear(b"\ra 1%", 0.0)
-    second.hear(b"\rb 1%", 0.0)
-    first.hear(b"\ra 2%", 0.0)
-    second.hear(b"line\n", 0.0)
-    first.hear(b"sure? ", 0.0)
-    second.hear(b"\rb 2%", 0.0)
+    first, second = (LineWriter(terminal.console, rank, eager=True) for rank in (0, 1))
+    first.feed(b"\ra 1%", 0.0)
+    second.feed(b"\rb 1%", 0.0)
+    first.feed(b"\ra 2%", 0.0)
+    second.feed(b"line\n", 0.0)
+    first.feed(b"sure? ", 0.0)
+    second.feed(b"\rb 2%", 0.0)
     assert terminal.shown() == b"\ra 1%\r\rb 1%\r\ra 2%\nline\nsure? \n\rb 2%"
 
 
 def test_a_worker_that_cleared_its_bar_prints_in_its_place(screen: Screen) -> None:
     """As tqdm.write does: clear on stderr, then a line on stdout."""
-    out, err = (Speaker(screen.console, 0, eager=True) for _ in (1, 2))
-    err.hear(b"\r50%", 0.0)
-    err.hear(b"\r   \r", 0.0)
-    out.hear(b"note\n", 0.0)
-    err.hear(b"\r51%", 0.0)
-    out.hear(b"over it\n", 0.0)
+    out, err = (LineWriter(screen.console, 0, eager=True) for _ in (1, 2))
+    err.feed(b"\r50%", 0.0)
+    err.feed(b"\r   \r", 0.0)
+    out.feed(b"note\n", 0.0)
+    err.feed(b"\r51%", 0.0)
+    out.feed(b"over it\n", 0.0)
     assert screen.shown() == b"\r50%\r   \rnote\n\r51%\nover it\n"
 
 
@@ -165,18 +165,18 @@ def test_no_line_mixes_two_workers_and_nothing_is_lost(
     made = Screen(tmp_path_factory.mktemp("random") / "screen", terminal=is_terminal)
     names = (b"abc", b"ABC")
     speakers = [
-        Speaker(made.console, rank, eager=eager, prefix=names[1][rank : rank + 1] * prefix)
+        LineWriter(made.console, rank, eager=eager, prefix=names[1][rank : rank + 1] * prefix)
         for rank in range(3)
     ]
     try:
         for rank, text, show in pieces:
             data = text.encode().replace(b"x", names[0][rank : rank + 1])
             if data:
-                speakers[rank].hear(data, 0.0)
+                speakers[rank].feed(data, 0.0)
             if show:
                 speakers[rank].show_held()
-        for speaker in speakers:
-            speaker.show_held()
+        for writer in speakers:
+            writer.show_held()
         shown = made.shown()
     finally:
         made.close()
@@ -277,9 +277,9 @@ def test_a_reader_that_goes_away() -> None:
     assert out.gone
     out.write(b"lost\n")
     assert out.pending == 0
-    speaker = Speaker(out, 0)
-    speaker.hear(b"held?", 0.0)
-    assert speaker.deadline() is None
+    writer = LineWriter(out, 0)
+    writer.feed(b"held?", 0.0)
+    assert writer.deadline() is None
     out.close()
     write_directly(write_end, b"lost\n")
     os.close(write_end)

@@ -76,7 +76,7 @@ def publisher(
     made = StatusPublisher(
         meeting,  # type: ignore[arg-type]
         NodeStatus("node1", "10.0.0.1", 0, 0, "x", 3, {"torch": "2.13"}),
-        say=said.append,
+        show=said.append,
         post=posted.append,
         port=lambda: ports[-1],
     )

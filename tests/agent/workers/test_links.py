@@ -16,7 +16,7 @@ import pytest
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.status.socket import ControlSocket
-from elaunch.agent.workers.links import WorkerLinks, understood
+from elaunch.agent.workers.links import WorkerLinks, event_of
 from elaunch.wire.local import LONGEST, Message, Requests
 from elaunch.wire.progress import ProgressPage
 from elaunch.wire.worker import WIRE, Notice
@@ -260,9 +260,9 @@ def test_a_page_is_needed(agent: Agent) -> None:
         assert b"no progress page" in sock.recv(4096)
 
 
-def test_understood_words() -> None:
+def test_a_message_that_is_no_event() -> None:
     """What is wrong with a message is said."""
-    assert understood({"op": "x"}, 0, 0) == "unknown op 'x'"
-    assert understood({"op": "ack", "reason": 1, "kind": "stop"}, 0, 0) == (
+    assert event_of({"op": "x"}, 0, 0) == "unknown op 'x'"
+    assert event_of({"op": "ack", "reason": 1, "kind": "stop"}, 0, 0) == (
         "ack without reason and kind"
     )
