@@ -1,7 +1,7 @@
-"""The agent's loop: takes one event, lets the policy decide, does it, writes it down.
+"""The agent's loop: it takes one event, has the policy decide, acts, and shows observers the turn.
 
-Everything that changes the state happens here, in the main thread. What blocks (the server, the
-search for checkpoints, the log pump) is in threads and processes that post events.
+The state changes only here, in the main thread. What blocks (the server, the search for
+checkpoints, the log pump) is in threads and processes that post events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import logged_wait
-from elaunch.agent.policy import events, turn
+from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     AskRestart,
     EndTree,
@@ -33,7 +33,7 @@ from elaunch.agent.policy.actions import (
     TakeStacks,
 )
 from elaunch.agent.policy.state import Limits, Phase, State, late_save, refusal
-from elaunch.agent.policy.turn import Round, Turn
+from elaunch.agent.policy.turn import Round, Turn, make_turn
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
@@ -119,20 +119,20 @@ class Agent:
         return self._exit_code
 
     def _serve(self, event: events.Event) -> None:
-        """Take one event to its end."""
-        taken = turn.take(self._state, event)
-        self._state = taken.after
-        self._answer(taken)
-        if isinstance(taken.action, Refuse):
-            raise taken.action.error(taken.reason, code=taken.action.code)
+        """Handle one event to its end."""
+        turn = make_turn(self._state, event)
+        self._state, action = turn.after, turn.action
+        self._answer(turn)
+        if isinstance(action, Refuse):
+            raise action.error(turn.reason, code=action.code)
         for see in self._early:
-            see(taken)
-        self._perform(taken)
+            see(turn)
+        self._perform(turn)
         for see in self._late:
-            see(taken)
+            see(turn)
         self._coordinate()
-        if isinstance(taken.action, Finish):
-            self._exit_code = taken.action.exit_code
+        if isinstance(action, Finish):
+            self._exit_code = action.exit_code
 
     def _coordinate(self) -> None:
         """Have the plan of a job of one node follow; between rounds its backoff is the deadline."""
@@ -164,10 +164,10 @@ class Agent:
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 
-    def _perform(self, taken: Turn) -> None:
-        state, action = taken.before, taken.action
-        if taken.begun is not None:
-            self._start_round(state, taken.begun)
+    def _perform(self, turn: Turn) -> None:
+        state, action = turn.before, turn.action
+        if turn.begun is not None:
+            self._start_round(state, turn.begun)
         elif isinstance(action, StopWorkers):
             self._group.send_signal(action.signum, stops=True)
             self._grace_until = self._deadline = time.monotonic() + action.grace
@@ -235,9 +235,9 @@ class Agent:
         self._saver.settle(seconds, holds=action.holds)
         self._deadline = now + seconds + SETTLE_OVERDUE
 
-    def _answer(self, taken: Turn) -> None:
-        """Answer those who wait for the loop, and stop waiting for what has come."""
-        event, state = taken.event, taken.before
+    def _answer(self, turn: Turn) -> None:
+        """Answer threads that wait for the loop, and end the deadline of what has come."""
+        event, state = turn.event, turn.before
         if isinstance(event, events.WorkerStarted):
             if state.phase is Phase.RUNNING and self._grace_until is None and not state.taking:
                 self._deadline = None  # the start's: no other one runs
@@ -248,6 +248,6 @@ class Agent:
         elif isinstance(event, events.FenceAsked):
             event.answer(refusal(state, event.round, event.uuid))
         elif isinstance(event, events.PreemptAsked):
-            event.answer(taken.reason)
+            event.answer(turn.reason)
         elif isinstance(event, events.RestartAsked):
-            event.answer((taken.reason, isinstance(taken.action, AskRestart)))
+            event.answer((turn.reason, isinstance(turn.action, AskRestart)))

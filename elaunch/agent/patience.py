@@ -1,4 +1,4 @@
-"""Waits that are not silent, and calls to a file system that end when it does not answer."""
+"""Waits that are logged, and calls to a file system that have a deadline."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ text              how nodes, failures and differences are named (pure)
 munge             a key that the agents of one user share by MUNGE, and how an agent settles it
 coordinatorstate  what the coordinator knows and does next, without waiting
 coordinator       its threads: members in, plans out
-member            one agent's place in the job: what it asks of the store next, without waiting
-waiting           until when an agent waits for others, since when no write was taken (pure)
+member            one agent as a member: what it asks of the store next, without waiting
+waiting           how long an agent waits for others, and its writes for the store (pure)
 meeting           its threads, and what an agent uses: join, publish a status, read plans, leave
 standalone        the same for a job of one node: its coordinator, in the agent's own loop
 events            what the threads post to the agent, and the calls that a member asks for

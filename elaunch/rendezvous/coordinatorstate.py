@@ -1,12 +1,12 @@
 """What the coordinator knows and what follows from it; no method blocks.
 
-Changes of the members go in, steps come out: a plan to publish, a look at the published one, a
+Changes of the members go in, steps come out: a plan to publish, a read of the published one, a
 search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
 drive it. For real it is driven by elaunch.rendezvous.coordinator, and in a job of one node by
 elaunch.rendezvous.standalone.
 
-A lost answer leaves open whether a plan was published. Then the published plan is read again and
-believed: what follows from it is decided anew.
+Where an answer is lost, it is not known whether a plan was published. Then the published plan is
+read again and believed, and what follows from it is decided anew.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class CoordinatorState:
         self._know_members(now)
 
     def on_status(self, record: NodeStatus, now: float) -> None:
-        """Take the status of this agent itself, which is the only member."""
+        """Note the status of this agent itself, which is the only member."""
         self._on_record(self.me, record, now)
         self._know_members(now)
 
@@ -193,7 +193,7 @@ class CoordinatorState:
             )
 
     def on_found(self, found: SearchResult) -> None:
-        """Take the result of the search for a checkpoint."""
+        """Note the result of the search for a checkpoint."""
         self._view = replace(self._view, search_result=found, searching=False)
 
     def step(self, now: float) -> tuple[Publish | Reread | Search | Wait, str]:
@@ -224,7 +224,7 @@ class CoordinatorState:
         return records.encode_plan(step.plan, self._secret, step.version, listed), listed
 
     def on_published(self, step: Publish, accepted: bool | None, now: float) -> None:
-        """Take whether the store has accepted the plan of ``step``; None: it did not answer."""
+        """Note whether the store has accepted the plan of ``step``; None: it did not answer."""
         if accepted:
             self._adopt(step.plan, step.version, now)
             return
@@ -232,15 +232,15 @@ class CoordinatorState:
         self._reread_at = now if self._refused_post else now + RETRY
 
     def reread(self) -> None:
-        """Take that another process seems to have written a plan."""
+        """Note that another process seems to have written a plan."""
         self._reread = self._unconfirmed is None
 
     def on_no_plan(self, now: float) -> None:
-        """Take that the plan could not be read."""
+        """Note that the plan could not be read."""
         self._reread_at = now + RETRY
 
     def on_plan(self, post: Post | None, now: float) -> None:
-        """Take the plan as it is after a post of ours may have failed, and believe it."""
+        """Note the plan in the store after a post of ours may have failed, and believe it."""
         step, self._unconfirmed, self._reread = self._unconfirmed, None, False
         version = 0 if post is None else post.version
         if self._refused_post and step is not None and version == step.version - 1:
@@ -302,7 +302,7 @@ class CoordinatorState:
             self._view = replace(self._view, last_newcomer_at=now)
 
     def _note_seen(self, record: NodeStatus) -> None:
-        """Take how far an agent has seen the job, if the store may know less than it does."""
+        """Note how far an agent has seen the job, if the store may know less than it does."""
         seen, plan = members.goes_on(record, self._rules), self._plan
         if seen is None or (seen.job == plan.job and not seen.lost):
             return

@@ -1,4 +1,4 @@
-"""What an agent receives of its rendezvous, and what its place there asks of the store.
+"""What an agent receives of its rendezvous, and what its membership asks of the store.
 
 News are posted to the agent by the threads of its Meeting:
 
@@ -73,7 +73,7 @@ class MeetingFailed(Struct, frozen=True):
 News = PlanSeen | CutOff | Rejoined | StillWaiting | StoreSilent | StoreBack | MeetingFailed
 
 
-# ── what an agent's place in its job asks for ─────────────────────────────────────────────────────
+# ── what an agent's membership asks for ───────────────────────────────────────────────────────────
 
 
 class Open(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What an agent uses of the rendezvous: join, publish its status, read plans, leave.
+"""An agent's way into the rendezvous: join, publish its status, read plans, leave.
 
 =============  ====================================================================================
 thread         its one blocking call
@@ -8,8 +8,8 @@ follower       ``store.follow``: the newest plan
 coordinator    ``store.await_leadership``, then elaunch.rendezvous.coordinator while it leads
 =============  ====================================================================================
 
-The threads post news (elaunch.rendezvous.events) and change nothing of the agent's. ``publish``
-never blocks; ``leave`` does for a bounded time.
+The threads post news (elaunch.rendezvous.events) and change nothing of the agent itself.
+``publish`` never blocks; ``leave`` blocks for a bounded time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class World(Struct, frozen=True):
 
 
 class Meeting:
-    """Owns this agent's place in its job: its connection to the store, its entry, its threads.
+    """Owns this agent's membership in its job: the connection to the store, the entry, the threads.
 
     ``secret`` returns what signs the records in the store that ``store_opener`` opened last.
     """

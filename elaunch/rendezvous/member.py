@@ -1,4 +1,4 @@
-"""One agent's place in its job: when to write, when to renew, when it counts as cut off.
+"""One agent as a member of its job: when to write, when to renew, when it counts as cut off.
 
 MemberState decides and never blocks: ``next`` returns the one call to the store that comes now,
 ``done`` takes its result, ``receive`` takes a post. It has no thread and no clock, so that a
@@ -73,7 +73,7 @@ log = logging.getLogger("elaunch")
 
 
 class MemberState:
-    """What one agent knows of its place in the job."""
+    """What one agent knows of its membership in the job."""
 
     def __init__(
         self, rules: Rules, secret: bytes | None, make_name: Callable[[], str], now: float
@@ -174,7 +174,7 @@ class MemberState:
         return Idle(min(self._renew_at, self._rewrite_at or self._renew_at))
 
     def done(self, task: Task, sent: float, now: float, problem: StoreError | None) -> list[Effect]:
-        """Take the result of ``task``, begun at ``sent``, and return what follows from it."""
+        """Note the result of ``task``, begun at ``sent``, and return what follows from it."""
         if isinstance(task, Open):
             self.opened_at = sent
         if problem is None:
@@ -196,7 +196,7 @@ class MemberState:
         return effects
 
     def opened(self, store_name: str, post: Post | None) -> None:
-        """Take the newest post of a store that was opened just now."""
+        """Note the newest post of a store that was opened just now."""
         self.store_name = store_name
         self._hosted = store_name.startswith("TCPStore")
         self._opened = True
@@ -213,7 +213,7 @@ class MemberState:
         return self.after if self.refused is None else max(self.after, self.refused.version)
 
     def receive(self, post: Post) -> list[Effect]:
-        """Take a post; one that is refused counts as not received."""
+        """Note a post; one that is refused counts as not received."""
         if post.version == self.after or post == self.refused:
             return []
         plan = self._plan_of(post)
@@ -251,7 +251,7 @@ class MemberState:
         return self._waiting.due(now)
 
     def looked(self, members: Mapping[str, bytes], now: float) -> list[Effect]:
-        """Take the members as they are, and return what follows for an agent that waits."""
+        """Note the members as they are, and return what follows for an agent that waits."""
         known = self._decoded(members)
         if not self.look_due(now):
             return []
@@ -300,7 +300,7 @@ class MemberState:
         return now - self._refused_at >= REFUSING
 
     def plan_published(self, problem: StoreError | None, now: float) -> list[Effect]:
-        """Take whether this agent, which coordinates, could publish a plan."""
+        """Note whether this agent, which coordinates, could publish a plan."""
         if problem is None:
             return [*self._writes.done("plan")]
         self.note_problem(problem, now)

@@ -4,16 +4,16 @@
 
     [<hex HMAC-SHA256> \\n] {"elaunch": <version>, "kind": "agent" | "plan", field: …}
 
-The signature is of the kind, of the place that the record is for (a plan's version, an agent's
-name) and of the JSON, under a key of this run id alone (``key_of``). So what was signed once is of
-no use as another version, under another name or in another run; an agent's own older records are
-known by ``seq``.
+The signature covers the kind, the purpose of the record (a plan's version, an agent's name) and the
+JSON. Its key is of one run id (``key_of``). So a record that was signed once cannot be used as
+another version, under another name or in another run. An agent's older records have a lower
+``seq``.
 
-Fields that have their default value are left out. A plan's nodes are apart from it, as ``{field of
-a node: column}`` without a signature; the plan has the digest of that. So the plan, which every
-agent reads twice in a round, has some hundred bytes, and an agent reads and decodes the nodes only
-when they have changed. Columns are joined by commas: 4,096 nodes stay below 200 KB. A plan of
-version 1 has its nodes in it, and is read.
+Fields with their default value are left out. The nodes of a plan are beside it, as ``{field of a
+node: column}`` without a signature; the plan has their digest. So the plan, which every agent reads
+twice in a round, has some hundred bytes, and an agent reads and decodes the nodes only when they
+have changed. Columns are joined by commas: 4,096 nodes stay below 200 KB. A plan of version 1 has
+its nodes in it, and is read as well.
 
 Any process that reaches the store may have written a record, so all of it is checked: size,
 signature, version, each field's type and range (elaunch.rendezvous.plan), and no field that is not
@@ -138,14 +138,14 @@ def _encoded(
     record: NodeStatus | Plan,
     more: dict[str, str],
     secret: bytes | None,
-    place: tuple[str, str],
+    purpose: tuple[str, str],
     most: int,
 ) -> bytes:
     fields = msgspec.to_builtins(record)
     _fitted(fields, type(record), "this agent")
-    kind = place[0]
+    kind = purpose[0]
     body = _json({"elaunch": VERSIONS[kind][0], "kind": kind, **fields, **more})
-    raw = body if secret is None else _signature(" ".join(place), body, secret) + b"\n" + body
+    raw = body if secret is None else _signature(" ".join(purpose), body, secret) + b"\n" + body
     _check_size(raw, most, "this agent")
     return raw
 
@@ -181,8 +181,8 @@ def _column(nodes: Sequence[Node], name: str) -> Any:
     return values if any("," in value for value in values) else ",".join(values)
 
 
-def _signature(place: str, body: bytes, secret: bytes) -> bytes:
-    return hmac.digest(secret, f"{place}\n".encode() + body, hashlib.sha256).hex().encode()
+def _signature(purpose: str, body: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, f"{purpose}\n".encode() + body, hashlib.sha256).hex().encode()
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
@@ -226,10 +226,10 @@ def _listed(
 
 
 def _read(
-    raw: bytes, secret: bytes | None, sender: str, place: tuple[str, str]
+    raw: bytes, secret: bytes | None, sender: str, purpose: tuple[str, str]
 ) -> tuple[dict[str, Any], int]:
-    """Return the fields of a record of the kind ``place[0]``, and its version."""
-    kind = place[0]
+    """Return the fields of a record of the kind ``purpose[0]``, and its version."""
+    kind = purpose[0]
     _check_size(raw, MAX_PLAN_BYTES if kind == "plan" else MAX_AGENT_BYTES, sender)
     signed = raw[SIGNATURE_BYTES : SIGNATURE_BYTES + 1] == b"\n" and not raw.startswith(b"{")
     body = raw[SIGNATURE_BYTES + 1 :] if signed else raw
@@ -238,7 +238,7 @@ def _read(
     if secret is not None and not signed:
         raise _refused(sender, "it is not signed; start every agent with --rdzv-secret-file")
     if secret is not None and not hmac.compare_digest(
-        raw[:SIGNATURE_BYTES], _signature(" ".join(place), body, secret)
+        raw[:SIGNATURE_BYTES], _signature(" ".join(purpose), body, secret)
     ):
         raise _refused(
             sender,

@@ -2,8 +2,7 @@
 
     the agent's status, the end of a search ──► CoordinatorState ──► PlanSeen, posted to the agent
 
-There is nobody to wait for and nothing to agree on, so there is no store, no record as bytes and no
-thread.
+There is no other agent to agree with, so there is no store, no record as bytes and no thread.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ class Standalone:
         self.publish(record)
 
     def publish(self, record: NodeStatus) -> None:
-        """Take this agent's status; :meth:`decide` follows."""
+        """Note this agent's status; :meth:`decide` follows."""
         self._state.on_status(record, self._clock())
 
     def found(self, result: SearchResult) -> None:
-        """Take what the search brought; :meth:`decide` follows."""
+        """Note what the search has found; :meth:`decide` follows."""
         self._state.on_found(result)
 
     def decide(self) -> float | None:

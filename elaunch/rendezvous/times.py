@@ -42,7 +42,7 @@ def total(found: Iterable[NodeTimes]) -> NodeTimes | None:
 
 
 def of_round(view: View, now: float) -> NodeTimes | None:
-    """Return the times of the nodes of the plan's round; who has finished has waited since."""
+    """Return the times of the nodes of the plan's round; one that has finished has waited since."""
     return total(_of_round(view, now))
 
 

@@ -1,8 +1,8 @@
-"""For whom an agent waits and until when, and since when the store takes none of its writes. Pure.
+"""How long an agent waits for others, and how long its own writes wait for the store. Pure.
 
-The coordinator publishes at least every ``remind`` seconds what it waits for
-(elaunch.rendezvous.decide.decide). An agent that waits and has received no plan for that long reads
-the store itself: the newest plan, and the members.
+The coordinator publishes what it waits for at least every ``remind`` seconds
+(elaunch.rendezvous.decide.decide). An agent that waits, and has received no plan for that long,
+reads the store itself: the newest plan, and the members.
 
 ==============================================  ==================================================
 what it finds                                   what follows
@@ -14,12 +14,11 @@ no such node, and ``store_timeout`` + 2         the agent ends with 69: the coor
 ``remind`` later still none, and no plan        receive the records, or cannot publish
 ==============================================  ==================================================
 
-This deadline depends on nothing but this agent's own clock: neither a coordinator that receives
-nothing, nor a lost record, nor a store that takes no writes makes an agent wait for ever.
+This deadline depends on the agent's own clock alone. So no agent waits for ever, whether the
+coordinator receives nothing, a record is lost or the store takes no writes.
 
-Renewals are no writes: an etcd whose space is used up keeps every entry alive, and no deadline for
-its answers ever passes. So what waits to be written has a deadline of its own: the agent's entry,
-and the plans of one that coordinates.
+Renewals are no writes: an etcd whose space is used up keeps every entry alive and answers in time.
+So writes have a deadline of their own: those of the agent's entry and, if it coordinates, of plans.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Waiting:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Take that a plan was received, or that the agent's own record changed."""
+        """Note that a plan was received, or that the agent's own record changed."""
         self.since, self._nobody_since = now, None
         self._pause = self._remind
         self._look_at = now + self._pause
@@ -73,7 +72,7 @@ class Waiting:
     def looked(
         self, plan: Plan | None, name: str, members: Mapping[str, NodeStatus], now: float
     ) -> StillWaiting | Hopeless:
-        """Take what a look at ``members`` has shown; ``name`` is our own there."""
+        """Note what a look at ``members`` has shown; ``name`` is our own there."""
         busy = working(plan, name, members)
         waited = f"for {now - self.since:.0f} s"
         crowd = max(1.0, len(members) / NODES)
@@ -124,7 +123,7 @@ def _missing(plan: Plan | None) -> str:
     return f"no coordinator has published what follows ({plan.waits or plan.reason})"
 
 
-# ── since when the store takes no writes ─────────────────────────────────────────────────────────
+# ── how long writes have waited ──────────────────────────────────────────────────────────────────
 
 What = Literal["entry", "plan"]
 
@@ -137,7 +136,7 @@ class Writes:
         self._named = False
 
     def refused(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
-        """Take that a write was not done, or may not have been; a full store is named once."""
+        """Note that a write was not done, or may not have been; a full store is named once."""
         self._since.setdefault(what, now)
         if self._named or not isinstance(problem, StoreFull):
             return []
@@ -145,7 +144,7 @@ class Writes:
         return [StoreSilent(f"{problem}; the job goes on until something has to be decided")]
 
     def done(self, what: What) -> list[StoreBack]:
-        """Take that a write was done."""
+        """Note that a write was done."""
         self._since.pop(what, None)
         named, self._named = self._named, False
         return [StoreBack("the store takes writes again")] if named else []

@@ -231,7 +231,7 @@ class Later:
         return max(self._not_before, self._settled_at)
 
     def plan(self, modules: list[str], path: str | None, delay: float) -> None:
-        """Take down what to import ``delay`` seconds after the first worker was started."""
+        """Plan to import ``modules`` ``delay`` seconds after the first worker was started."""
         self._modules, self._path, self._delay = modules, path, delay
         self._awaited = dict(ANNOUNCED) if DYNAMO in modules else {}
 
@@ -317,7 +317,7 @@ class Later:
         return Warmed(problem, compiles=compiles)
 
     def adopt(self) -> None:
-        """Take what the fork of :attr:`files` has found out."""
+        """Adopt what the fork of :attr:`files` has found out."""
         asked, self._finding = self._finding, None
         if asked is not None:
             compiling.adopt(asked.answer() or {})

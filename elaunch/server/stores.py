@@ -124,7 +124,7 @@ class Stores:
         self._dropping = self._send_to_host({"op": "drop"}, [])
 
     def receive(self, fd: int) -> None:
-        """Take what the host has sent, if ``fd`` is its socket."""
+        """Receive what the host has sent, if ``fd`` is its socket."""
         if self._host is None or fd != self._host.fileno():
             return
         try:

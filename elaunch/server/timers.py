@@ -75,7 +75,7 @@ class Timers:
         return min((timer.due for timer in self._running.values()), default=math.inf)
 
     def read(self) -> None:
-        """Take the requests that are in the pipe."""
+        """Read the requests that are in the pipe."""
         assert self._pipe is not None  # it was waited for
         try:
             data = self._rest + os.read(self._pipe, 1 << 16)

@@ -143,14 +143,14 @@ class Played:
         return turns
 
     def _turn(self, event: events.Event) -> turn.Turn:
-        taken = turn.take(self.state, event)
-        self.state = taken.after
-        if taken.begun is not None:
+        made = turn.make_turn(self.state, event)
+        self.state = made.after
+        if made.begun is not None:
             self._now = 0.0
         if self._publisher is not None:
-            self._publisher.publish(taken)
+            self._publisher.publish(made)
             self.due = self._standalone.decide()
-        return taken
+        return made
 
 
 def decisions(turns: Iterable[turn.Turn]) -> list[Decided]:

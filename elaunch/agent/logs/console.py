@@ -212,7 +212,7 @@ class LineWriter:
         self._last = b"\n"
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what the worker wrote; show the whole lines, hold the rest.
+        """Receive what the worker wrote; show the whole lines, hold the rest.
 
         Args:
             data: bytes as read.

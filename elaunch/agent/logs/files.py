@@ -188,7 +188,7 @@ class LineFilter:
             self.end()
 
     def end(self) -> None:
-        """Take what is held as the last line."""
+        """Treat what is held as the last line."""
         if self._held:
             self._copy(bytes(self._held))
             self._held.clear()

@@ -141,7 +141,7 @@ def _key_by_munge(
 
 
 def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:
-    """Return what opens the store and hands its secret to those who use it, before any plan."""
+    """Return what opens the store and gives its secret to peers and workers, before any plan."""
 
     def open_store() -> Store:
         store = opener.open()

@@ -1,4 +1,4 @@
-"""Opens the store in which a job's agents meet, by the backend that the user named.
+"""Opens the store in which the agents of a job meet, by the backend that the user has named.
 
 =======  ===========================================================================================
 backend  how an agent gets to the store

@@ -1,8 +1,8 @@
 """What the coordinator's plan means for one node: the arms of ``decide`` for it. Pure.
 
 The coordinator decides when a round begins and ends, and what follows it
-(elaunch.rendezvous.decide.decide), also where one node is the whole job. Here is what an agent does
-about that, and what it publishes: :func:`own_state` is its status after every event.
+(elaunch.rendezvous.decide.decide), also where one node is the whole job. This module decides what
+the agent does about that, and which state it publishes after every event (:func:`own_state`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _leaves(state: State) -> bool:
 
 
 def _missed(state: State) -> bool:
-    """Whether a round with this node ended before the node read of it: nothing runs here."""
+    """Whether a round with this node ended before the node had read its plan."""
     plan = state.plan
     if plan is None or plan.phase not in ("ending", "forming"):
         return False

@@ -1,4 +1,4 @@
-"""The agent's state, how an event or an action changes it, and how it is put in words. Pure.
+"""The agent's state, how an event or an action changes it, and its words for reasons. Pure.
 
 ::
 
@@ -96,27 +96,35 @@ class Limits(Struct, frozen=True):
 class State(Struct, frozen=True):
     """All that decisions depend on.
 
-    ``first`` is the worker whose failure ended the round, ``later`` those that failed by themselves
-    after it, ``stopped`` those that ended after they were asked to. ``interrupted`` is the first
-    signal that ends the job, ``sigints`` and ``sigterms`` count the signals. ``killing`` says that
-    the server was sent SIGKILL. ``restarts`` counts for life, ``without_progress`` since a newer
-    checkpoint was seen. ``checkpoint`` is the one that this round resumed from. ``began`` is when
-    the round's first worker was started, on the monotonic clock. ``listens`` are the workers whose
-    scripts ask should_preempt(), ``notice`` is what they were sent, if anything, ``notified_in``
-    the phase in which it came, ``acked`` are those that reported that they end because of it.
-    ``hang`` is the hang that ended the round, ``stacks`` what the workers were doing then;
-    ``taking`` says that they were asked. ``saves`` says that workers have checkpoints written by
-    the agent, or that the round resumes from one in its memory; ``settled`` is what became of the
-    last. ``finish`` is the decided end that waits for the disk, ``why`` its reason. ``restart`` is
-    the newest request that a round end: asked here, or read in a plan.
-
-    ``plan`` is the coordinator's newest, ``name`` this agent's among the members, ``member`` the
-    name under which this node is in ``round`` (empty: in none), ``first_rank`` the rank of its
-    first worker there. ``cut_off`` says that this agent has no name at present, ``meeting_failed``
-    is why it can take part no more.
-
-    ``probed`` and ``ready`` are of STARTING: the checkpoint directory, if any, can be used; the
-    server can start workers.
+    Attributes:
+        limits, phase, round: what the user asked for, where the agent is, in which round.
+        alive, succeeded: local ranks of the workers that run, and of those that ended with 0.
+        first: the worker whose failure ended the round.
+        later: the workers that failed by themselves after it.
+        stopped: the workers that ended after they were asked to.
+        interrupted: the first signal that ends the job; ``sigints``, ``sigterms`` count signals.
+        server_lost: how the server ended, if it has.
+        server_restarts: how often it was started again without a round.
+        killing: the server was sent SIGKILL.
+        restarts, without_progress: of the job: for life, and since a newer checkpoint was seen.
+        checkpoint: what this round resumed from.
+        began: when the round's first worker was started, in monotonic seconds.
+        listens: the workers whose scripts ask should_preempt().
+        notice: what they were sent, if anything; ``notified_in``: the phase in which it came.
+        acked: the workers that reported that they end because of it.
+        hang: the hang that ended the round; ``stacks``: what the workers were doing then.
+        taking: the workers were asked for their stacks.
+        saves: workers have checkpoints written by the agent, or the round resumes from one in its
+            memory; ``settled``: what became of the last.
+        finish: the decided end that waits for the disk; ``why``: its reason.
+        restart: the newest request that a round end: asked here, or read in a plan.
+        plan: the coordinator's newest; ``name``: this agent's among the members.
+        member: the name under which this node is in ``round``; "": it is in none.
+        first_rank: the rank of its first worker there.
+        cut_off: this agent has no name at present.
+        meeting_failed: why it can take part no more.
+        probed, ready: of STARTING: the checkpoint directory, if any, can be used; the server can
+            start workers.
     """
 
     limits: Limits

@@ -1,8 +1,8 @@
 """One turn of the loop, and the round that it may begin. Pure.
 
-:func:`take` makes a :class:`Turn` of an event; the loop acts on it and shows it to its observers.
-The :class:`Round` in it is made once, and passed whole to all who take part in a round: the worker
-group, the workers' links, the hang watch, the saver, the run's record and the event log.
+:func:`make_turn` makes a :class:`Turn` of an event; the loop acts on it and shows it to observers.
+The :class:`Round` in it is made once, and passed whole to every part of a round: the worker group,
+the workers' links, the hang watch, the saver, the run's record and the event log.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Turn(Struct, frozen=True):
     begun: Round | None = None
 
 
-def take(state: State, event: events.Event) -> Turn:
+def make_turn(state: State, event: events.Event) -> Turn:
     """Return the turn that ``event`` makes in ``state``."""
     before = observe(state, event)
     action, reason = decide.decide(before, event)

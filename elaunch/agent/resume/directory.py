@@ -1,4 +1,4 @@
-"""What is done in a checkpoint directory before the next round's checkpoint is chosen there.
+"""Brings a checkpoint directory in order before the next round's checkpoint is chosen there.
 
 1. The directory is locked: two jobs in one would take each other's stages for dead ones.
 2. Stages of dead rounds are committed, where all ranks had written their manifests, or cleared.
@@ -45,13 +45,15 @@ log = logging.getLogger("elaunch")
 
 
 class DirectoryFinisher:
-    """Owns the directory's lock. ``settings`` are the run's.
+    """Owns the directory's lock.
 
-    ``unfinished``, set by the saver, returns the names of stages that this process still writes,
-    ``held`` are those of which agents have shards in memory, and ``resumed`` is the one that the
-    round has resumed from, out of memory, or "". ``round`` is the newest that this node took part
-    in, and ``jobs`` are the incarnation ids of this job, if it has several nodes, as far as they
-    are known. ``turn`` is held by the thread that searches.
+    Attributes:
+        unfinished: returns the names of stages that this process still writes; the saver sets it.
+        held: names of stages of which agents have shards in memory.
+        resumed: name of the stage that the round has resumed from, out of memory, or "".
+        round: the newest that this node took part in.
+        jobs: the incarnation ids of this job, if it has several nodes, as far as they are known.
+        turn: held by the thread that searches.
     """
 
     def __init__(self, settings: Settings) -> None:

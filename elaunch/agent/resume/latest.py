@@ -146,7 +146,7 @@ def for_all_nodes(
 
     def search(asked: view.Search) -> view.SearchResult:
         unseen = _unseen(settings, asked.probes)
-        if unseen:  # those who share no directory have no checkpoint in common either
+        if unseen:  # nodes that share no directory share no checkpoint either
             return view.SearchResult(probes=asked.probes, unseen=unseen)
         chosen = look(settings, finishing, asked)
         post(chosen)

@@ -315,7 +315,7 @@ class WorkerGroup:
         self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
 
     def see(self, turn: Turn) -> None:
-        """Take how many workers were counted; after a round, wait for all that its tree wrote."""
+        """Note how many workers were counted; after a round, wait for all that its tree wrote."""
         if isinstance(turn.event, events.TreeGone):
             self._pump.finish_round(FLUSH_TIMEOUT)
         elif isinstance(turn.event, events.DevicesCounted) and turn.before.phase is Phase.STARTING:

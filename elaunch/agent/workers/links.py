@@ -200,7 +200,7 @@ class WorkerLinks:
                 self._register_new() if key.data is None else self._read(key.data)
 
     def _register_new(self) -> None:
-        """Take what has woken the thread, and read what new links have sent with their first."""
+        """Clear what has woken the thread, and read what new links have sent already."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         with self._lock:

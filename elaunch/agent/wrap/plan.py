@@ -34,7 +34,7 @@ from elaunch.runs import statedir
 
 @dataclass(frozen=True)
 class WrapRequest:
-    """What the command line of ``elaunch wrap`` says; ``shutdown_timeout`` is in seconds."""
+    """What the command line of ``elaunch wrap`` asks for; ``shutdown_timeout`` is in seconds."""
 
     command: tuple[str, ...]
     rank_env: str | None = None
@@ -124,7 +124,7 @@ def _has_numbers(names: LauncherNames, rank: int, environ: Mapping[str, str]) ->
 
 
 def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNames, int | None]:
-    """Return who gives the numbers, and the rank where ``--rank-env`` names it."""
+    """Return the launcher that gives the numbers, and the rank where ``--rank-env`` names it."""
     found = table.find(environ)
     if rank_env is None:
         if found is None:

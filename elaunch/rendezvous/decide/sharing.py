@@ -48,7 +48,7 @@ def is_unknown(view: View, names: Iterable[str]) -> bool:
 
 
 def not_sharing(view: View, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those whose files were looked for and not seen."""
+    """Return the newcomers whose files were looked for and not seen."""
     if view.search_result is None:
         return ()
     unseen = view.search_result.unseen

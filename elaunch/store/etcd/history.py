@@ -25,12 +25,12 @@ class RevisionHistory:
         return self._revision
 
     def reached(self, revision: int) -> None:
-        """Take that a revision exists."""
+        """Note that a revision exists."""
         with self._lock:
             self._revision = max(self._revision, revision)
 
     def continues(self, header: Any, known: int) -> str:
-        """Take an answer, and return in which way it does not continue what was read before.
+        """Note an answer, and return in which way it does not continue what was read before.
 
         Args:
             header: of the answer to a linearizable read or a write.

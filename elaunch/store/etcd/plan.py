@@ -1,8 +1,8 @@
 """The plan in etcd: a key whose value begins with the version of the post, and one for its nodes.
 
 The version is in the value, not etcd's own count of writes, because ``clear`` writes the key once
-more, with a lease. The nodes are written with the post in one transaction, where they have changed;
-who watches both gets both at once, and who reads both reads them at one moment.
+more, with a lease. Where the nodes have changed, they are written in one transaction with the post:
+a watch on both keys gets both at once, and a read of both is of one moment.
 """
 
 from __future__ import annotations

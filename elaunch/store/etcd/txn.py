@@ -1,8 +1,8 @@
-"""Reads and transactions, in few words.
+"""Reads and transactions of etcd's KV service, and its leases.
 
 A transaction that was sent twice, because its first answer was lost, fails its own conditions the
-second time. So a writer has what is there now returned in that case, and looks whether it is what
-it wanted.
+second time. So a writer reads in the same transaction what is there now, and compares that with
+what it has wanted to write.
 """
 
 from __future__ import annotations

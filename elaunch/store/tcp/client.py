@@ -8,9 +8,8 @@
 ``identify``       asks what is at an address
 =================  ===============================================================================
 
-Only the agent that hosts imports torch. An agent that loses the host has lost the store: nothing of
-it is kept anywhere else. Calls then raise StoreUnreachable with ``nobody_decides``, since the
-coordinator has ended with it.
+Only the agent that hosts imports torch. The store is kept nowhere else and ends with its host, and
+so does the coordinator. Calls then raise StoreUnreachable with ``nobody_decides``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the agent that hosts a TCPStore does for all: it keeps the members and judges who is alive.
+"""The members in a hosted TCPStore: the agent that hosts it keeps them, and judges which are alive.
 
-TCPStore has no leases and does not know who is there. Keys, after ``/<run id>/`` but for the
-heartbeats', which are short, since most of what is sent is they:
+TCPStore has no leases and no list of its clients. Keys begin with ``/<run id>/``. Only those of
+heartbeats do not: they are short, since heartbeats are most of the traffic.
 
 =============  =========================================  ========================================
 key            written by                                 what

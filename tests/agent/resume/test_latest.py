@@ -134,7 +134,7 @@ def test_a_search_that_takes_long_is_told(
         assert storage.wait(60.0)
         return records.SearchOutcome(None)
 
-    monkeypatch.setattr(patience, "TOLD_S", 0.01)
+    monkeypatch.setattr(patience, "FIRST_S", 0.01)
     monkeypatch.setattr(latest, "_search", hang)
     with caplog.at_level(logging.WARNING, "elaunch"):
         looking = threading.Thread(target=searched, args=(settings(tmp_path, tmp_path),))

@@ -139,7 +139,7 @@ def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> Non
     nodes = tuple(Node(f"n{k}", f"host{k}", "10.0.0.1", 1, "default") for k in range(100))
     for name, rank, kept in (("n0", 0, 100), ("n70", 70, 64), ("spare", None, 64)):
         event = events.PlanSeen(Plan("job", 0, "running", nodes=nodes), name)
-        record.see(turn.take(State(Limits(1, meets=True)), event))
+        record.see(turn.make_turn(State(Limits(1, meets=True)), event))
         found = record.snapshot()
         assert (found["node_rank"], len(found["nodes"]), found["node_count"]) == (rank, kept, 100)
         assert found["nodes"][1]["host"] == "host1"

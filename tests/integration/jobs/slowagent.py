@@ -14,7 +14,7 @@ from elaunch.agent import patience
 from elaunch.checkpoint.storage.posix import PosixStorage
 
 PAUSE = threading.Event()
-patience.TOLD_S = 4.0
+patience.FIRST_S = 4.0
 directory, (word, step) = Path(sys.argv.pop(1)), sys.argv.pop(1).split("=")
 name = {"write": "write_part", "commit": "commit"}[word]
 real = getattr(PosixStorage, name)
