@@ -201,14 +201,14 @@ class MungeKey:
         read(credential, self._run_id)  # fails where a user namespace maps the uid
         return key, credential
 
-    def _accept(self, credential: bytes, place: str) -> None:
+    def _accept(self, credential: bytes, store_name: str) -> None:
         if credential == self.credential:
             return
         try:
             self.secret = read(credential, self._run_id)
         except MungeError as error:
             raise StoreDenied(
-                f"the key that this job's agents share by MUNGE, in {place}, is refused: {error}; "
-                f"or {REMEDY}"
+                f"the key that this job's agents share by MUNGE, in {store_name}, is refused: "
+                f"{error}; or {REMEDY}"
             ) from None
         self.credential = credential

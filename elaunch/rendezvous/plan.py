@@ -236,7 +236,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
 
 class Node(Struct, frozen=True):
-    """One node of a round; the node's rank is its place in ``Plan.nodes``.
+    """One node of a round; the rank of a node is its index in ``Plan.nodes``.
 
     ``courier`` is the port at ``addr`` on which its agent takes other agents' requests; 0: none.
     """
@@ -253,8 +253,8 @@ class NodeList(Sequence[Node]):
     """The nodes of a plan as they are sent: a column for each field, with one object for all nodes.
 
     A column is one text, its values joined by commas, a list, or ``(value, number)`` where all have
-    the same. An agent of a large job needs its place in it and no node; a Node is made for whoever
-    asks for it. ``digest`` names the list: equal digests are equal lists.
+    the same. An agent of a large job needs its own rank in it and no node, so a Node is made only
+    when it is asked for. ``digest`` names the list: equal digests are equal lists.
     """
 
     def __init__(self, columns: Mapping[str, Column], digest: str) -> None:
@@ -272,7 +272,7 @@ class NodeList(Sequence[Node]):
         return list(map(int, values)) if is_number else values
 
     def rank_of(self, name: str) -> int | None:
-        """Return the place of the node ``name``; None: it is not there."""
+        """Return the index of the node ``name``; None: it is not there."""
         column = self._columns["name"]
         if isinstance(column, str):  # without an object for each of the others
             before, found, _ = f",{column},".partition(f",{name},")
@@ -287,14 +287,14 @@ class NodeList(Sequence[Node]):
         return map(Node, *(self.column(name) for name in Node.__struct_fields__))
 
     @overload
-    def __getitem__(self, place: int) -> Node: ...
+    def __getitem__(self, index: int) -> Node: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Node]: ...
-    def __getitem__(self, place: int | slice) -> Node | Sequence[Node]:
+    def __getitem__(self, index: slice) -> Sequence[Node]: ...
+    def __getitem__(self, index: int | slice) -> Node | Sequence[Node]:
         """Return one node, or some."""
-        if isinstance(place, slice):
-            return tuple(self)[place]
-        return Node(*(self.column(name)[place] for name in Node.__struct_fields__))
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return Node(*(self.column(name)[index] for name in Node.__struct_fields__))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, NodeList):

@@ -286,9 +286,9 @@ def _fitted(
             _check_lines(part, fields, sender)
         return fitted
     except ValidationError as error:
-        problem, _, place = str(error).partition(" - at ")
+        problem, _, path = str(error).partition(" - at ")
     problem = _clipped(ascii(problem[:1].lower() + problem[1:].replace("`", ""))[1:-1])
-    field = re.search(r"\$\.(\w+)", place)
+    field = re.search(r"\$\.(\w+)", path)
     if field is None or field[1] not in fields:
         raise _refused(sender, f"its {part}: {problem}" if part else problem)
     name = f"{part}.{field[1]}" if part else field[1]

@@ -90,26 +90,26 @@ def plan(
         cpus = topology.cpus(node)
         if not cpus:
             raise ValueError(f"device {index} is at NUMA node {node}, of which no CPU may be used")
-        place, count = nodes[:index].count(node), nodes.count(node)
+        nth, count = nodes[:index].count(node), nodes.count(node)
         if mode == "socket":
             cpus = topology.cpus_of_socket(node)
         elif mode == "exclusive":
-            cpus = _share(topology.cores(cpus), place, count, node)
+            cpus = _share(topology.cores(cpus), nth, count, node)
         elif mode == "core-complex":
             caches = topology.groups(cpus, topology.sharing_cache)
             caches.sort(key=lambda group: -len(group))  # the lower first among equal ones
-            cpus = caches[place % len(caches)]
+            cpus = caches[nth % len(caches)]
         chosen.append(Binding(frozenset(cpus), len(topology.cores(cpus))))
     return tuple(chosen)
 
 
-def _share(cores: list[set[int]], place: int, count: int, node: int) -> set[int]:
+def _share(cores: list[set[int]], nth: int, count: int, node: int) -> set[int]:
     """Return the CPUs of one of ``count`` devices; the first ones get the cores that are left."""
     each, left = divmod(len(cores), count)
     if each < 1:
         raise ValueError(f"NUMA node {node} has {len(cores)} physical cores for {count} devices")
-    start = place * each + min(place, left)
-    return set().union(*cores[start : start + each + (place < left)])
+    start = nth * each + min(nth, left)
+    return set().union(*cores[start : start + each + (nth < left)])
 
 
 class _Topology:

@@ -1,7 +1,7 @@
 """From a fork of the server to a script that sees no difference: signals, files, random states.
 
 Both start methods share the first half (:func:`detach`): own session, parent-death signal, own
-stdout and stderr, signal mask. Then either the script is executed in place, or ``python -u script``
+stdout and stderr, signal mask. Then either the script is executed in path, or ``python -u script``
 replaces the process. What a script can observe is meant to be the same in both and under torchrun;
 tests/integration/test_parity.py compares them, docs/start-methods.md lists the rest.
 """
@@ -110,8 +110,8 @@ def become(job: Job, fresh: bool = True) -> None:
 
 def _debug_when_asked() -> None:
     """Have ``elaunch debug`` find its debugger here."""
-    if place := os.environ.get(env.AGENT_SOCKET):
-        signal.signal(env.DEBUG_SIGNAL, partial(_debug, Path(place).parent))
+    if path := os.environ.get(env.AGENT_SOCKET):
+        signal.signal(env.DEBUG_SIGNAL, partial(_debug, Path(path).parent))
 
 
 def _debug(directory: Path, signum: int, frame: FrameType | None) -> None:

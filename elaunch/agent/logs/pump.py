@@ -196,9 +196,9 @@ class LogPump:
         until = time.monotonic() + timeout
         for each in self._unclosed:
             if not each.done.wait(max(0.0, until - time.monotonic())):
-                place = f"{self._plan.log_root}, round {each.number}"
+                where = f"{self._plan.log_root}, round {each.number}"
                 self.show(
-                    f"elaunch: {place}: the log files are not closed yet; they may lack lines"
+                    f"elaunch: {where}: the log files are not closed yet; they may lack lines"
                 )
         self._post(partial(self._stop, until))
         self._thread.join(timeout + _ABANDON_WAIT)

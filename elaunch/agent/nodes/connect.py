@@ -120,12 +120,11 @@ def _search(
         return for_all_nodes(settings, context.post, finisher), bool
     assert rendezvous is not None  # a job of several nodes
     timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
-    place = LocalDirectory(
+    own = LocalDirectory(
         settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finisher.finish
     )
-    return LocalSearch(peers, timeout, context.post, require=require), LocalCopies(
-        peers, place
-    ).rests
+    search = LocalSearch(peers, timeout, context.post, require=require)
+    return search, LocalCopies(peers, own).rests
 
 
 def _key_by_munge(

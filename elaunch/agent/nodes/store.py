@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FOREIGN_PATIENCE = 2.5
 """Seconds for what has the endpoint's port to show that it is this job's store after all."""
-TELL_AFTER = 3.0
+LOG_AFTER = 3.0
 """Seconds of waiting for a store after which that is logged."""
 END_MARGIN = 10.0
 """Seconds beyond all graces for a node to report that its round has ended."""
@@ -221,7 +221,7 @@ class StoreOpener:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        if not self._logged and now - self._waits_since >= TELL_AFTER:
+        if not self._logged and now - self._waits_since >= LOG_AFTER:
             self._logged = True
             log.warning("waiting for the store: %s", problem)
 
@@ -251,14 +251,19 @@ class StoreOpener:
         from elaunch.store.etcd.keys import EtcdCluster
 
         settings = self._rendezvous
-        place = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
-        return etcd.connect(place, self._run_id, deadline=self._attempt, history=self._history)
+        cluster = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
+        return etcd.connect(cluster, self._run_id, deadline=self._attempt, history=self._history)
 
     def _publish_address(self) -> None:
         assert self._listening is not None  # hosts
         port = self._listening.getsockname()[1]
-        hello = {"elaunch": 1, "run_id": self._run_id, "boot": "", "store": [self._own_addr, port]}
-        self._publish(json.dumps(hello))
+        identity = {
+            "elaunch": 1,
+            "run_id": self._run_id,
+            "boot": "",
+            "store": [self._own_addr, port],
+        }
+        self._publish(json.dumps(identity))
 
     def _has_moved(self, address: tuple[str, int]) -> bool:
         """Return whether the agents' store is at another address now; False where none is found."""

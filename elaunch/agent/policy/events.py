@@ -22,7 +22,7 @@ DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
 WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
-NoticeHeard         workers' links           it knows of a notice that another node's agent gave
+NoticeKnown         workers' links           it knows of a notice that another node's agent gave
 PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
                     notice command
@@ -197,7 +197,7 @@ class WorkerListens(Struct, frozen=True):
     local_rank: int
 
 
-class NoticeHeard(Struct, frozen=True):
+class NoticeKnown(Struct, frozen=True):
     """The workers of ``round`` know of a notice."""
 
     round: int
@@ -320,7 +320,7 @@ Event = (
     | Fenced
     | WorkersHeld
     | WorkerListens
-    | NoticeHeard
+    | NoticeKnown
     | PreemptAcked
     | PreemptAsked
     | RestartAsked

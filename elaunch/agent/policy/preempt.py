@@ -193,7 +193,7 @@ def _on_listens(state: State, event: events.WorkerListens) -> Decision:
     return newcomers(state) if event.round == state.round else NOTHING
 
 
-def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
+def _on_notice(state: State, event: events.NoticeKnown) -> Decision:
     if event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
     before, notice = state.notice, event.notice
@@ -207,5 +207,5 @@ def _on_heard(state: State, event: events.NoticeHeard) -> Decision:
 ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.PreemptAsked: _on_asked,
     events.WorkerListens: _on_listens,
-    events.NoticeHeard: _on_heard,
+    events.NoticeKnown: _on_notice,
 }

@@ -92,12 +92,12 @@ class DirectoryFinisher:
     def _try_lock(self, storage: Storage, last: bool) -> bool:
         """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""
         with self._taking:
-            place = str(storage.place)
-            if place in self._locks:
-                self._locks[place].say_who(self._job)
+            root = str(storage.place)
+            if root in self._locks:
+                self._locks[root].say_who(self._job)
                 return True
             try:
-                self._locks[place] = storage.lock(self._job)
+                self._locks[root] = storage.lock(self._job)
             except SaveError:
                 several = self._settings.rendezvous is not None
                 run_id = _text_in(storage.place, layout.RUN, "run_id")
@@ -124,38 +124,38 @@ class DirectoryFinisher:
                 lock.close()
             self._locks.clear()
 
-    def finish(self, place: Path | str, run_id: str | None) -> None:
+    def finish(self, root: Path | str, run_id: str | None) -> None:
         """Lock the directory and bring its stages to an end; raises CheckpointError, OSError.
 
         UsageError: the directory is another run's, or a living job's. CheckpointError: it is not
         the one that this job has had.
         """
-        if str(place) in self._origins and isinstance(place, Path):
-            self._demand_origin(place)
-        if isinstance(place, Path) and not (place / layout.RUN).exists():
+        if str(root) in self._origins and isinstance(root, Path):
+            self._demand_origin(root)
+        if isinstance(root, Path) and not (root / layout.RUN).exists():
             return
         from elaunch.checkpoint.storage.storage import (
             open_storage,  # jobs that elaunch writes nothing for
         )
 
-        storage = open_storage(place, self._settings.checkpoint_local)
+        storage = open_storage(root, self._settings.checkpoint_local)
         try:
             storage.prepare(self._settings.run_id, self._settings.run_id_given)
             self.lock(storage)
         except SaveError as error:
             raise UsageError(
-                f"--checkpoint-dir {place}: {error}", code="E-CHECKPOINT-DIR"
+                f"--checkpoint-dir {root}: {error}", code="E-CHECKPOINT-DIR"
             ) from error
         self._tidy(storage, run_id, self.round)
 
-    def _demand_origin(self, place: Path) -> None:
+    def _demand_origin(self, root: Path) -> None:
         """Raise SaveError unless this is the directory of the first call for that path."""
         from elaunch.checkpoint.ownership import Origin
 
-        origin = self._origins.get(str(place), Origin(place))
+        origin = self._origins.get(str(root), Origin(root))
         if lost := origin.lost():
             raise SaveError(lost)
-        self._origins[str(place)] = origin
+        self._origins[str(root)] = origin
 
     def tidy(self, storage: Storage) -> None:
         """Bring to an end what rounds before this one left in a directory that has been locked.
@@ -173,15 +173,15 @@ class DirectoryFinisher:
         self._tidy(storage, settings.run_id if settings.run_id_given else None, last)
 
     def _tidy(self, storage: Storage, run_id: str | None, after: int) -> None:
-        place = str(storage.place)
-        alone = self._settings.rendezvous is None and place in self._tidied
-        self._tidied[place] = self.round
+        root = str(storage.place)
+        alone = self._settings.rendezvous is None and root in self._tidied
+        self._tidied[root] = self.round
         held = {*self.held, self.resumed}
         for done in storage.finish_stages(run_id, self.unfinished(), after, alone, held):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
         storage.clear_trash()
 
-    def doubted(self, place: Path) -> set[str] | None:
+    def doubted(self, root: Path) -> set[str] | None:
         """Return the names of the checkpoints that nobody has read for this job yet; None: of all.
 
         They were there when this agent first looked for one: what has happened since their
@@ -189,25 +189,25 @@ class DirectoryFinisher:
         """
         if self._doubted is None:
             try:
-                self._doubted = set(os.listdir(place))
+                self._doubted = set(os.listdir(root))
             except FileNotFoundError:
                 self._doubted = set()
             except OSError:
                 return None  # the search will report it
         return self._doubted
 
-    def put_aside(self, place: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
+    def put_aside(self, root: Path, passed: Iterable[PassedOver], run_id: str | None) -> None:
         """Put into quarantine what is damaged of ``passed``, newest first, and of this run.
 
         What could not be read now (EIO, EACCES) stays: it may be whole. The round does not wait
         for more than ASIDE_S: the rest is put aside by the next search.
         """
-        if not (place / layout.RUN).exists():
+        if not (root / layout.RUN).exists():
             return
         from elaunch.checkpoint.retention.shelves import put_all_aside
 
         until = time.monotonic() + ASIDE_S
-        found = [each for each in passed if each.damaged and _is_own(place, each.path, run_id)]
+        found = [each for each in passed if each.damaged and _is_own(root, each.path, run_id)]
         reasons = {each.path: each.reason for each in found}
         if not found:
             return
@@ -219,7 +219,7 @@ class DirectoryFinisher:
                 yield path, reason
 
         try:
-            moved = put_all_aside(place, in_time())
+            moved = put_all_aside(root, in_time())
         except (OSError, CheckpointError) as error:
             log.warning("damaged checkpoints are passed over and left where they are: %s", error)
             return
@@ -229,19 +229,19 @@ class DirectoryFinisher:
             log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_LOGGED)
 
 
-def _is_own(place: Path, path: Path, run_id: str | None) -> bool:
+def _is_own(root: Path, path: Path, run_id: str | None) -> bool:
     """Return whether this is a checkpoint in elaunch's layout, and of this run."""
-    if path.parent != place or layout.parse_step_name(path.name) is None:
+    if path.parent != root or layout.parse_step_name(path.name) is None:
         return False
     return run_id in (None, _text_in(path, layout.METADATA, "run_id"))
 
 
-def _text_in(place: Path | str, name: str, key: str) -> str | None:
+def _text_in(root: Path | str, name: str, key: str) -> str | None:
     """Return the text that a document of the directory has at ``key``, None if it has none."""
-    if isinstance(place, str):
+    if isinstance(root, str):
         return None
     try:
-        with open(place / name, "rb") as file:
+        with open(root / name, "rb") as file:
             document = json.loads(file.read(MOST))
     except (OSError, ValueError, RecursionError):
         return None

@@ -64,7 +64,7 @@ def look(
 def _lost(settings: Settings, search: SearchOutcome) -> str | None:
     """Return why a job with ``--require-resume`` may not start afresh, None if it may."""
     root = settings.checkpoint_dir
-    entries = in_place(root) if isinstance(root, Path) else len(search.passed_over)
+    entries = count_entries(root) if isinstance(root, Path) else len(search.passed_over)
     if not entries:
         return None
     passed = next((f"; {one.path}: {one.reason}" for one in search.passed_over), "")
@@ -75,7 +75,7 @@ def _lost(settings: Settings, search: SearchOutcome) -> str | None:
     )
 
 
-def in_place(root: Path) -> int:
+def count_entries(root: Path) -> int:
     """Return how many entries a checkpoint directory has that scripts may have saved."""
     from elaunch.checkpoint import layout
 

@@ -35,55 +35,55 @@ class DirectoryProbe:
     def __init__(self, settings: Settings, post: Callable[[events.Event], None]) -> None:
         self._settings = settings
         self._post = post
-        place = settings.checkpoint_dir
-        self._place = place if isinstance(place, Path) else None
+        root = settings.checkpoint_dir
+        self._root = root if isinstance(root, Path) else None
         shares = settings.rendezvous is not None and not settings.checkpoint_local
-        self.nonce = os.urandom(8).hex() if shares and self._place is not None else ""
+        self.nonce = os.urandom(8).hex() if shares and self._root is not None else ""
         """Name of the mark; "" where no other node has to see one."""
         self._marked = False
 
     def start(self) -> None:
         """Begin to look, if there is anything to look at."""
-        if self._place is None:
+        if self._root is None:
             self._post(events.DirectoryProbed())
         else:
             threading.Thread(
-                target=self._run, args=(self._place,), name="probe", daemon=True
+                target=self._run, args=(self._root,), name="probe", daemon=True
             ).start()
 
     def close(self) -> None:
         """Take the mark back, if the storage answers within CLOSE_S."""
-        if self._marked and self._place is not None:
+        if self._marked and self._root is not None:
             from elaunch.checkpoint import probe
             from elaunch.checkpoint.storage import atonce
 
-            atonce.within(CLOSE_S, partial(probe.remove_mark, self._place, self.nonce), "unprobe")
+            atonce.within(CLOSE_S, partial(probe.remove_mark, self._root, self.nonce), "unprobe")
 
-    def _run(self, place: Path) -> None:
+    def _run(self, root: Path) -> None:
         from elaunch.checkpoint.storage import atonce
 
         found: list[str] = []
         try:
-            if not atonce.within(ANSWER_S, lambda: found.append(self._look(place)), "probe files"):
+            if not atonce.within(ANSWER_S, lambda: found.append(self._look(root)), "probe files"):
                 raise UsageError(
-                    f"--checkpoint-dir {place}: the file system has not answered on "
+                    f"--checkpoint-dir {root}: the file system has not answered on "
                     f"{os.uname().nodename} within {ANSWER_S:g} s; is its server up?"
                 )
         except UsageError as error:
             self._post(events.DirectoryProbed(str(error)))
         except Exception as error:  # the loop waits for the answer, whatever it is
-            problem = f"--checkpoint-dir {place}: {type(error).__name__}: {error}"
+            problem = f"--checkpoint-dir {root}: {type(error).__name__}: {error}"
             self._post(events.DirectoryProbed(problem))
         else:
             self._post(events.DirectoryProbed(remark=found[0]))
 
-    def _look(self, place: Path) -> str:
+    def _look(self, root: Path) -> str:
         """Return what is odd about the directory, or ""; leave the mark, if any."""
         from elaunch.checkpoint import probe
 
         settings = self._settings
-        found = probe.check(place, settings.checkpoint_local, bool(settings.checkpoint_keep))
+        found = probe.check(root, settings.checkpoint_local, bool(settings.checkpoint_keep))
         if self.nonce:
             self._marked = True
-            probe.leave_mark(place, self.nonce)
+            probe.leave_mark(root, self.nonce)
         return found.remark

@@ -102,7 +102,7 @@ class DecisionLog:
     def _tell_none(self, passed_over: int) -> None:
         """Log that a directory that is not empty holds nothing that can be resumed from."""
         root, glob = self._settings.checkpoint_dir, self._settings.checkpoint_glob
-        found = latest.in_place(root) if isinstance(root, Path) else passed_over
+        found = latest.count_entries(root) if isinstance(root, Path) else passed_over
         if not found:
             return
         fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"

@@ -58,7 +58,7 @@ class WorkerGroup:
         self.own_addr = _own_addr(settings)
         """Where the other nodes reach this one; None in a job of one node."""
         self._nproc = 0
-        self._hello = ""
+        self._advertised = ""
         self._key = os.urandom(32)
         self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
         """What this job's agents share; it may be settled when the store was opened."""
@@ -167,24 +167,24 @@ class WorkerGroup:
         self._endpoint.open()
         return self._endpoint.port
 
-    def advertise(self, hello: str) -> None:
-        """Have a store hosted before the first round, in which the other agents read ``hello``.
+    def advertise(self, text: str) -> None:
+        """Have a store hosted before the first round, in which the other agents read ``text``.
 
         From now on each round's store has it: with the static backend the workers' port is the one
         address that all agents know.
         """
-        self._hello = hello
+        self._advertised = text
         self._host_store(-1)
 
     def between_rounds(self) -> None:
         """Have the text of :meth:`advertise`, if any, found by agents that come meanwhile."""
-        if self._hello:
+        if self._advertised:
             self._host_store(-1)
 
     def _host_store(self, round_number: int) -> None:
         listening = self._endpoint.open()
         store = {"op": "store", "round": round_number, "host": self._endpoint.host}
-        store |= {"fixed": self._endpoint.fixed, "hello": self._hello}
+        store |= {"fixed": self._endpoint.fixed, "hello": self._advertised}
         self.server.send(store, [listening])
         if round_number >= 0:
             self._endpoint.note_use()

@@ -255,7 +255,7 @@ def event_of(message: Message, round_number: int, local_rank: int) -> events.Eve
             return f"{op} without reason and kind"
         notice = Notice(reason[:1000], kind, seconds_of(message.get("grace")))
         if op == "heard":
-            return events.NoticeHeard(round_number, notice)
+            return events.NoticeKnown(round_number, notice)
         return events.PreemptAcked(round_number, local_rank, notice)
     return None if op == "detach" else f"unknown op {op!r}"
 

@@ -207,7 +207,7 @@ def _static(
         if len(names) > 1 and view.plan.round < 0:
             them = [view.present[name] for name in names[:2]]
             until = max(one.since for one in them) + rules.heartbeat_timeout
-            if _one_place(them) and now < until:  # an agent that was started again, perhaps
+            if _have_one_address(them) and now < until:  # an agent that was started again, perhaps
                 few = _few(view, rules, [view.present[n[0]] for n in claims.values()])
                 return replace(few, again=until)
             first, second = (words.node(one.record) for one in them)
@@ -221,7 +221,7 @@ def _static(
     return Enough(chosen, rest, _settled(view, now, rules, number))
 
 
-def _one_place(them: Sequence[Present]) -> bool:
+def _have_one_address(them: Sequence[Present]) -> bool:
     return len({(one.record.host, one.record.addr) for one in them}) == 1
 
 
@@ -244,14 +244,14 @@ def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Applican
     Those whom the plan has named already are spares in its order: a coordinator that has taken over
     since does not know who came first.
     """
-    places = {name: place for place, name in enumerate(known)}
+    positions = {name: index for index, name in enumerate(known)}
     return [
         Applicant(
             name,
             one.record.host,
             one.record.hint,
-            places.get(name, one.number),
-            spare=name in places,
+            positions.get(name, one.number),
+            spare=name in positions,
         )
         for name, one in there.items()
     ]
@@ -259,16 +259,16 @@ def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Applican
 
 def order(previous: Sequence[str], candidates: Iterable[Applicant]) -> tuple[str, ...]:
     """Return the names of all ``candidates`` in their order; ``previous`` are the old nodes."""
-    places = {name: place for place, name in enumerate(previous)}
+    positions = {name: index for index, name in enumerate(previous)}
     survivors, spares, newcomers = [], [], []
     for one in candidates:
-        if one.name in places:
+        if one.name in positions:
             survivors.append(one)
         elif one.spare:
             spares.append(one)
         else:
             newcomers.append(one)
-    survivors.sort(key=lambda one: places[one.name])
+    survivors.sort(key=lambda one: positions[one.name])
     spares.sort(key=lambda one: (one.arrival, one.name))
     newcomers.sort(key=by_hint)
     return tuple(one.name for one in (*survivors, *spares, *newcomers))
@@ -292,4 +292,4 @@ def by_hint(one: Applicant) -> tuple[bool, int, list[tuple[int, str]], str]:
 def natural(text: str) -> list[tuple[int, str]]:
     """Return a sort key under which ``node2`` comes before ``node10``."""
     parts = re.split("([0-9]+)", text)
-    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
+    return [(int(part), "") if index % 2 else (-1, part) for index, part in enumerate(parts)]

@@ -70,18 +70,18 @@ def problem(view: View, found: Iterable[str]) -> str:
     """Return the error for a first round: the directory, the nodes on either side, the fix."""
     records = [view.present[name].record for name in found]
     own = view.present[view.me].record if view.me in view.present else None
-    here = f" on {_place(own)}" if own is not None else ""
+    here = f" on {_directory(own)}" if own is not None else ""
     return (
-        f"--checkpoint-dir is not one directory on all nodes: what {_places(records)} has written "
-        f"there is not seen{here}; mount one file system on all of them, or give "
-        "--checkpoint-local if each node is to keep its own checkpoints"
+        "--checkpoint-dir is not one directory on all nodes: what "
+        f"{_directories(records)} has written there is not seen{here}; mount one file system on "
+        "all of them, or give --checkpoint-local if each node is to keep its own checkpoints"
     )
 
 
-def _place(record: NodeStatus) -> str:
+def _directory(record: NodeStatus) -> str:
     directory = record.facts.get("checkpoint_dir", "")
     return f"{text.node(record)} in {directory}" if directory else text.node(record)
 
 
-def _places(records: list[NodeStatus]) -> str:
-    return listed([_place(record) for record in records])
+def _directories(records: list[NodeStatus]) -> str:
+    return listed([_directory(record) for record in records])

@@ -165,8 +165,8 @@ def _handshake(
         raise _MissError(f"{host} cannot be resolved: {error}") from None
     misses: dict[str, list[str]] = {}
     foreign = False
-    for place, address in enumerate(addresses):
-        left = (until - time.monotonic()) / (len(addresses) - place)
+    for index, address in enumerate(addresses):
+        left = (until - time.monotonic()) / (len(addresses) - index)
         try:
             by = time.monotonic() + min(CALL_TIMEOUT, left)
             return (address, *handshake(address, by, hold=lambda _: None))

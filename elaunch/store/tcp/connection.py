@@ -180,7 +180,7 @@ class TcpConnection:
         self._closed = closed
         self._turn = threading.Lock()
         self._connection = connection
-        self._opening: Connection | None = None
+        self._connecting: Connection | None = None
 
     def exchange(
         self, talk: Callable[[Connection, float], Answer], patience: float | None = None
@@ -199,7 +199,7 @@ class TcpConnection:
 
     def cut(self) -> None:
         """Wake waiting calls; ``closed`` is set already, so nothing is opened again."""
-        for connection in (self._connection, self._opening):
+        for connection in (self._connection, self._connecting):
             if connection is not None:
                 connection.cut()
         if self._turn.acquire(timeout=1.0):
@@ -239,14 +239,14 @@ class TcpConnection:
         return self._connection
 
     def _hold(self, connection: Connection) -> None:
-        self._opening = connection
+        self._connecting = connection
         if self._closed.is_set():
             raise ConnectionAbortedError("closed")
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._opening = None
+        self._connection = self._connecting = None
 
     def _explained(self, error: Exception, broken: float) -> StoreUnreachable:
         if isinstance(error, StoreUnreachable):

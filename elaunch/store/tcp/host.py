@@ -83,7 +83,7 @@ SPARSELY = 0.1
 MOST_ENTRIES = 20_000
 """Entries of members; notices of more are dropped."""
 NOTICE = 1024 * 1024
-"""Bytes of the longest notice that is taken."""
+"""Bytes of the longest notice that is accepted."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -369,7 +369,7 @@ class MembersThread:
         return self._prefix + "ages", json.dumps(ages, separators=(",", ":")).encode()
 
 
-def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[bytes]) -> bool:
+def _drain(line: Connection, inbox: str, until: float, by: float, popped: list[bytes]) -> bool:
     """Wait until ``until`` for something in the inbox and take all that is there.
 
     Returns whether the host reported that something is there.
@@ -385,7 +385,7 @@ def _drain(line: Connection, inbox: str, until: float, by: float, taken: list[by
         for _ in range(pops):
             left, value = line.popped(by)
             if left >= 0:
-                taken.append(value)
+                popped.append(value)
         pops = min(left, POPS)
     return True
 
@@ -407,7 +407,7 @@ def hang_up_on_silent(port: int, silent: float = SILENT, most: int = MOST) -> in
             quiet.append((seconds, int(name)))
     quiet.sort(reverse=True)
     over = max(0, len(quiet) - most)
-    late = [fd for place, (seconds, fd) in enumerate(quiet) if place < over or seconds >= silent]
+    late = [fd for index, (seconds, fd) in enumerate(quiet) if index < over or seconds >= silent]
     return sum(_hang_up(fd, port) for fd in late)
 
 

@@ -44,9 +44,9 @@ class _Client:
 
     def take(self, count: int) -> bytes:
         """Take bytes that are there."""
-        taken = bytes(self.received[:count])
+        data = bytes(self.received[:count])
         del self.received[:count]
-        return taken
+        return data
 
 
 class TcpServer:

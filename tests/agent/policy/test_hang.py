@@ -155,7 +155,7 @@ TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action, str]] = {
     ),
     "workers that may save for a newcomer hang as any others": (
         TWO,
-        (*LISTENS, events.NoticeHeard(0, Notice("a node joins", "resize")), hang()),
+        (*LISTENS, events.NoticeKnown(0, Notice("a node joins", "resize")), hang()),
         TakeStacks(),
         f"{WHY}; taking the stacks of 2 workers",
     ),

@@ -150,13 +150,13 @@ TABLE: dict[str, Row] = {
     ),
     "a deadline that another node knows": (
         MANY,
-        (*JOB, seen(ASKS), events.NoticeHeard(0, Notice("drain", "stop", 115.0))),
+        (*JOB, seen(ASKS), events.NoticeKnown(0, Notice("drain", "stop", 115.0))),
         Notify(Notice("drain", "stop", 115.0), 115.0),
         "drain: the workers are asked to save and to end (2 of 2 workers listen), grace 115 s",
     ),
     "it is known already": (
         MANY,
-        (*JOB, LEFT_120, events.NoticeHeard(0, SPOT)),
+        (*JOB, LEFT_120, events.NoticeKnown(0, SPOT)),
         *IDLE,
     ),
     "the machine of one node of several is taken": (
@@ -203,13 +203,13 @@ TABLE: dict[str, Row] = {
     ),
     "another node's machine, and then this one's": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), PLAIN_TAKEN),
+        (*JOB, events.NoticeKnown(0, LEAVES), PLAIN_TAKEN),
         Notify(Notice("spot", "resize"), 30.0),
         "spot: the workers are asked to save and to end (2 of 2 workers listen), grace 30 s",
     ),
     "another node's machine is taken, and its time is its own": (
         MANY,
-        (*JOB, events.NoticeHeard(0, Notice("spot", "resize", 115.0))),
+        (*JOB, events.NoticeKnown(0, Notice("spot", "resize", 115.0))),
         Notify(Notice("spot", "resize"), None),
         "spot: the workers are asked to save (2 of 2 workers listen)",
     ),
@@ -422,17 +422,17 @@ TABLE: dict[str, Row] = {
         Finish(3),
         "rank 0 exited with code 3; --max-restarts is 0",
     ),
-    "what an older round says": (TWO, (*RUNS, events.NoticeHeard(7, STOP)), Nothing(), ""),
+    "what an older round says": (TWO, (*RUNS, events.NoticeKnown(7, STOP)), Nothing(), ""),
     # ── several nodes ──
     "heard from another node": (
         MANY,
-        (*JOB, events.NoticeHeard(0, STOP)),
+        (*JOB, events.NoticeKnown(0, STOP)),
         Notify(STOP, 30.0),
         "drain: the workers are asked to save and to end (2 of 2 workers listen), grace 30 s",
     ),
     "a resize has no limit here": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES)),
+        (*JOB, events.NoticeKnown(0, LEAVES)),
         Notify(LEAVES, None),
         "a node leaves (SIGTERM): the workers are asked to save (2 of 2 workers listen)",
     ),
@@ -451,32 +451,32 @@ TABLE: dict[str, Row] = {
     ),
     "the others wait for the next round": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), acked(0, LEAVES), *DONE, gone()),
+        (*JOB, events.NoticeKnown(0, LEAVES), acked(0, LEAVES), *DONE, gone()),
         Meet(),
         "all workers of this node have saved (a node leaves (SIGTERM)); waiting for the other "
         "nodes",
     ),
     "and take part in it": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), acked(0, LEAVES), *DONE, gone(), seen(SECOND)),
+        (*JOB, events.NoticeKnown(0, LEAVES), acked(0, LEAVES), *DONE, gone(), seen(SECOND)),
         StartRound(1, None),
         "going on with 1 node",
     ),
     "those who save are not hurried": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), seen(LEFT)),
+        (*JOB, events.NoticeKnown(0, LEAVES), seen(LEFT)),
         Hurry(30.0),
         "node node2 leaves; 2 workers may save, grace 30 s",
     ),
     "nor when the host of the store has saved and left": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), seen(OVER)),
+        (*JOB, events.NoticeKnown(0, LEAVES), seen(OVER)),
         Hurry(30.0),
         "preempted: drain; to be continued; 2 workers may save, grace 30 s",
     ),
     "but a peer that failed ends all": (
         MANY,
-        (*JOB, events.NoticeHeard(0, LEAVES), seen(FAILED)),
+        (*JOB, events.NoticeKnown(0, LEAVES), seen(FAILED)),
         StopWorkers(signal.SIGTERM, 5.0),
         "rank 0 exited with code 3; stopping 2 workers, grace 5 s",
     ),
@@ -610,7 +610,7 @@ OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
     "leaves, and cannot save": ((READY, seen(FIRST), *RUNS[1:], TERM), ("leaving", 0)),
     "waits for the others": ((*JOB, ASKED, *SAVED, gone()), ("finished", 0)),
     "waits for a resize": (
-        (*JOB, events.NoticeHeard(0, JOINS), acked(0, JOINS), *DONE, gone()),
+        (*JOB, events.NoticeKnown(0, JOINS), acked(0, JOINS), *DONE, gone()),
         ("finished", 0),
     ),
     "a spare that was asked stays": ((READY, seen(SPARE), ASKED), ("ready", -1)),
@@ -629,7 +629,7 @@ def test_what_the_agent_says_of_itself(name: str) -> None:
 
 def test_a_new_round_forgets_the_notice() -> None:
     """It was for the workers of the round before."""
-    history = (*JOB, events.NoticeHeard(0, JOINS), acked(0, JOINS), *DONE, gone(), seen(SECOND))
+    history = (*JOB, events.NoticeKnown(0, JOINS), acked(0, JOINS), *DONE, gone(), seen(SECOND))
     state, _ = play(MANY, history)
     assert (state.round, state.notice, state.acked, state.listens) == (1, None, set(), set())
 

@@ -101,9 +101,9 @@ def test_what_it_says_is_posted(agent: Agent) -> None:
     worker.say(b'{"op": "heard", "reason": "odd", "kind": "stop", "grace": -1e99}')
     assert agent.event() == events.WorkerListens(0, 3)
     assert agent.event() == events.PreemptAcked(0, 3, Notice("drain"))
-    assert agent.event() == events.NoticeHeard(0, Notice("a node joins", "resize"))
-    assert agent.event() == events.NoticeHeard(0, Notice("spot", "stop", 9.0))
-    assert agent.event() == events.NoticeHeard(0, Notice("odd"))
+    assert agent.event() == events.NoticeKnown(0, Notice("a node joins", "resize"))
+    assert agent.event() == events.NoticeKnown(0, Notice("spot", "stop", 9.0))
+    assert agent.event() == events.NoticeKnown(0, Notice("odd"))
 
 
 def test_a_notice_reaches_all_of_the_round(agent: Agent) -> None:
