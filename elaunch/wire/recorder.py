@@ -26,7 +26,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import json
 import os
 import select
@@ -35,7 +35,9 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from elaunch import env
@@ -66,13 +68,20 @@ def groups_path(answers_at: Path) -> Path:
 def watch(environ: Mapping[str, str]) -> None:
     """Start the server when this process makes its first process group.
 
-    Needs torch.distributed imported, and a worker's variables; does nothing without.
+    Needs a worker's variables, and does nothing without. Where torch.distributed is not imported
+    yet, as with ``--preload none``, it waits for that.
     """
-    distributed: Any = sys.modules.get(_C10D)
-    original = getattr(distributed, "_new_process_group_helper", None)
     place, number = environ.get(env.AGENT_SOCKET), environ.get("ELAUNCH_ROUND", "")
     local_rank = environ.get("LOCAL_RANK", "")
-    if original is None or not place or not (number.isdigit() and local_rank.isdigit()):
+    if not place or not (number.isdigit() and local_rank.isdigit()):
+        return
+    distributed: Any = sys.modules.get(_C10D)
+    if distributed is None:
+        if not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Awaiting(dict(environ)))
+        return
+    original = getattr(distributed, "_new_process_group_helper", None)
+    if original is None:
         return
     if isinstance(getattr(original, "__self__", None), _Recorder):
         return
@@ -84,6 +93,29 @@ def watch(environ: Mapping[str, str]) -> None:
         distributed._register_pg_in_world = recorder.register_group
     if distributed.is_initialized():
         recorder.note_made(distributed)
+
+
+class _Awaiting:
+    """Stands before the finders of modules until torch.distributed is imported, and is gone."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Have the module watched as soon as it is there; of others nothing is known here."""
+        if name != _C10D:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                watch(self._environ)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class _Recorder:

@@ -58,6 +58,45 @@ sys.stdin.readline()
 """
 
 
+LATER = """
+import os, sys
+from elaunch.wire import recorder
+assert "torch" not in sys.modules
+before = list(sys.meta_path)
+recorder.watch(os.environ)
+recorder.watch(os.environ)
+import torch, torch.distributed as dist
+assert sys.meta_path == before, sys.meta_path
+import torch.distributed.distributed_c10d as module
+assert module.__spec__.loader is not None and dist.is_gloo_available()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_torch_may_be_imported_later(tmp_path: Path) -> None:
+    """As with ``--preload none``: then it is watched, and nothing is left among the finders."""
+    variables = {env.AGENT_SOCKET: str(tmp_path / "agent.sock")}
+    variables |= {"ELAUNCH_ROUND": "0", "LOCAL_RANK": "0"}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", LATER],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+        asked = {Question(0, TRACE): socket_path(tmp_path, 0, 0)}
+        answers = ask(asked, time.monotonic() + 20.0)
+        assert "all_reduce" in str(answers)
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
 def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
     """At a path that is too long for an address, beside a server of the script's own."""
     directory = tmp_path / ("long" * 40)

@@ -68,6 +68,8 @@ SILENT_ASKS: Final = 3
 """So often they are asked again since nothing is known of some rank."""
 SCENE_S: Final = 0.05
 """Seconds for that, and for their stacks, before they are signalled since one has failed."""
+BLIND_S: Final = 60.0
+"""Seconds until it is said that nothing is watched, where the workers show no collectives."""
 JOIN_S: Final = 2.0
 FIXES: Final[Mapping[Source, str]] = {
     "script": "call ctx.heartbeat() of elaunch.init() in each step, or have the script print its "
@@ -76,6 +78,7 @@ FIXES: Final[Mapping[Source, str]] = {
     "or call ctx.heartbeat() of elaunch.init() in each",
 }
 """What makes a script's progress seen."""
+_BLIND: Final = "the collectives of workers that are no forks of elaunch's are not seen, so "
 
 _UNKNOWN: Final = RankPlace(problem="no answer")
 
@@ -93,6 +96,7 @@ class Watchdog:
             YIELD_TICKS later then: the node of the rank that all wait for can name it.
         explain: returns a verdict with what more is known of the culprit, or None if it is no hang
             by that; it may take a while.
+        blind: returns whether the workers' collectives cannot be seen, whatever the script does.
     """
 
     def __init__(
@@ -102,7 +106,9 @@ class Watchdog:
         post: Callable[[events.HangSeen], None],
         several: bool = False,
         explain: Callable[[HangVerdict], HangVerdict | None] = lambda found: found,
+        blind: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._blind = blind
         self._asked: float | Literal["auto"] = asked
         self._look = look
         self._post = post
@@ -172,8 +178,10 @@ class Watchdog:
 
     def _note_silence(self) -> None:
         """Log once in a run that nothing is watched, since the script shows no progress."""
+        blind = self._blind()
+        least = LEAST if self._asked == "auto" else self._asked
         with self._lock:
-            patience = LENIENT * (LEAST if self._asked == "auto" else self._asked)
+            patience = min(least, BLIND_S) if blind else LENIENT * least
             waited, source = self._history.waited, self._history.source
             self._shown = self._shown or self._history.begun
             if self._shown or self._history.expected or waited <= patience:
@@ -181,9 +189,10 @@ class Watchdog:
             self._shown = True
         log.warning(
             "--hang-timeout %s watches nothing so far: in the first %.0f s of the round no worker "
-            "of this node has shown any progress; %s (docs/hangs.md)",
+            "of this node has shown any progress; %s%s (docs/hangs.md)",
             self._asked if self._asked == "auto" else f"{self._asked:g}",
             waited,
+            _BLIND if blind and source == "script" else "",
             FIXES.get(source, FIXES["script"]),
         )
 
@@ -211,6 +220,11 @@ class Watchdog:
 
 def _any_waits(places: Mapping[int, RankPlace]) -> bool:
     return any(place.waits for place in places.values())
+
+
+def _are_blind(settings: Settings, links: WorkerLinks) -> bool:
+    """Whether the workers are no forks, and none has called ``elaunch.init()`` in this round."""
+    return settings.start_method == "spawn" and not (links.readings() or links.left())
 
 
 def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
@@ -267,11 +281,12 @@ class HangWatch:
         news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
         self._loaders = LoaderActivity()
         self._lateness = Lateness(self._seen, self._why, news)
+        self._blind = partial(_are_blind, settings, links)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
             look = self._look
             asked = settings.hang_timeout
-            self._watchdog = Watchdog(asked, look, self._tell, several, self._explain)
+            self._watchdog = Watchdog(asked, look, self._tell, several, self._explain, self._blind)
 
     @property
     def watches(self) -> bool:

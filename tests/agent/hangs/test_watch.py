@@ -173,6 +173,35 @@ def test_a_script_that_shows_nothing_is_named_once_and_left_alone(
         watchdog.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "said_after"), [(0.5, 1), (600.0, 60)])
+def test_workers_that_can_show_nothing_are_named_soon(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
+    said_after: int,
+) -> None:
+    """After the limit, and a minute at most: no collective of theirs will ever be seen."""
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    looks, step = iter(range(100_000)), 0.1 if limit < 1 else 1.0
+    posted: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
+
+    def look() -> Look:
+        return Look(next(looks) * step, "script", {0: None, 1: None}, expected=False)
+
+    watchdog = Watchdog(limit, look, posted.put, blind=lambda: True)
+    watchdog.tick = SHORTEST_S
+    watchdog.begin(0)
+    watchdog.start()
+    try:
+        eventually(lambda: bool(caplog.records))
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert f"in the first {said_after} s of the round no worker" in line
+        assert "the collectives of workers that are no forks of elaunch's are not seen" in line
+    finally:
+        watchdog.close()
+
+
 def test_how_often_it_looks() -> None:
     """A fraction of the limit, within bounds; so a late look cannot pass for a hang."""
     nobody: queue.SimpleQueue[events.HangSeen] = queue.SimpleQueue()
