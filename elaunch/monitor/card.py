@@ -7,7 +7,7 @@ what it should be, is named with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,12 +42,17 @@ class Card:
 
 @dataclass(frozen=True)
 class RunCards:
-    """How a run stands, the card that is asked for, and those of other rounds, newest first."""
+    """How a run stands, the card that is asked for, and those of other rounds, newest first.
+
+    ``began`` are rounds before which none failed on this node, with why each began: a node was
+    lost, left or joined, or somebody asked for it.
+    """
 
     standing: Standing
     name: str
     card: Card | None
     others: tuple[Card, ...]
+    began: tuple[tuple[int, str], ...] = ()
 
     @property
     def elsewhere(self) -> dict[str, Any] | None:
@@ -85,6 +90,7 @@ class RunCards:
             "problem": card.problem or None if card else None,
             "job_failure": self.elsewhere,
             "others": [{"round": each.round, "line": each.line} for each in self.others],
+            "began": [{"round": number, "reason": reason} for number, reason in self.began],
         }
 
 
@@ -100,7 +106,15 @@ def read(run: RunDir, number: int | None = None) -> RunCards:
     chosen = number if number is not None else next(iter(rounds), None)
     card = None if chosen is None else read_card(run, chosen)
     rest = [each for each in rounds if each != chosen][:SHOWN_ROUNDS]
-    return RunCards(standing, run_id_of(run), card, tuple(read_card(run, each) for each in rest))
+    others = tuple(read_card(run, each) for each in rest)
+    return RunCards(standing, run_id_of(run), card, others, tuple(_began(standing, rounds)))
+
+
+def _began(standing: Standing, failed: Collection[int]) -> Iterator[tuple[int, str]]:
+    history = standing.record["history"] if standing.record else []
+    others = [one for one in history if one["round"] and one["round"] - 1 not in failed]
+    for one in others[: -SHOWN_ROUNDS - 1 : -1]:
+        yield one["round"], one_line(one["reason"] or "")[:500]
 
 
 def read_card(run: RunDir, number: int) -> Card:
@@ -142,11 +156,15 @@ def lines(found: RunCards) -> Iterator[str]:
     if card is None:
         known = explain.CAUSES.get(found.code)
         yield "No round has failed on this node." if known is None else explain.part(known).rstrip()
-        return
-    yield card.text or f"The report of round {card.round} cannot be shown."
-    if card.problem:
-        yield one_line(f"({card.problem})")
+    else:
+        yield card.text or f"The report of round {card.round} cannot be shown."
+        if card.problem:
+            yield one_line(f"({card.problem})")
     if found.others:
         yield ""
         yield "Other failed rounds (--round N):"
         yield from (f"  {each.line}" for each in found.others)
+    if found.began:
+        yield ""
+        yield "Rounds before which none failed on this node, and why each began:"
+        yield from (f"  round {number}: {reason}" for number, reason in found.began)

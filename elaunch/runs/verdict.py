@@ -70,6 +70,14 @@ WATCHED_S: Final = 20.0
 """Seconds of such processes, together, from which something is said of them."""
 SILENT_S: Final = 60.0
 """Seconds that a run of one round may take without a verdict at its end."""
+REMEDIES: Final = {
+    "start": "--preload what the script imports, so that workers are forked with it",
+    "save": "save(block=False) writes while the training goes on",
+    "detect": "a shorter --hang-timeout finds a hang sooner",
+    "kill": "--sibling-grace is how long the others have to end",
+    "nodes": "a lower MIN of --nnodes goes on with fewer, a spare node takes over at once",
+}
+"""What makes a class of time smaller, where there is something that does for any script."""
 _UNKNOWN: Final = {
     "nothing": "the script reports nothing, so that its init, loads, saves, waits and steps done "
     "again count as train",
@@ -247,13 +255,23 @@ def _paced(found: SlowestRecord) -> str:
 
 def _advice(record: Record, timing: TimingRecord, late: LateRecord | None) -> str:
     return (
-        _advice_on_saves(record, timing)
+        _advice_on_failure(record, timing)
+        or _advice_on_saves(record, timing)
         or _advice_on_threads(timing)
         or _advice_on_loaders(timing)
         or _advice_on_rank(timing, late)
         or _advice_on_losses(timing)
         or f"none: no class but train takes {100 * WORTH:.0f} % of the time"
     )
+
+
+def _advice_on_failure(record: Record, timing: TimingRecord) -> str:
+    """Return what a run needs before anything else that its workers' failures have ended."""
+    failures, rounds = timing["failures"], len(record["history"]) + record.get("rounds_left_out", 0)
+    if record["state"] != "FAILED" or not failures:
+        return ""
+    of = "its only round" if rounds == 1 else f"{failures} of {rounds} rounds"
+    return f"mend the cause first: {of} failed, see `elaunch why {one_line(record['run_id'])}`"
 
 
 def _advice_on_saves(record: Record, timing: TimingRecord) -> str:
@@ -326,4 +344,5 @@ def _advice_on_losses(timing: TimingRecord) -> str:
     if seconds < WORTH * timing["wall_s"]:
         return ""
     at = f"{CLASSES.get(name, name)} takes most: {duration(seconds)} of each slot"
-    return f"{at}, {_percent(seconds / timing['wall_s'])}"
+    remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
+    return f"{at}, {_percent(seconds / timing['wall_s'])}{remedy}"

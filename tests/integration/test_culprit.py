@@ -21,12 +21,15 @@ def failure(elaunch: Launcher) -> dict[str, Any]:
     return found
 
 
-def test_the_rank_that_the_others_wait_for_is_named(elaunch: Launcher) -> None:
+@pytest.mark.parametrize("preload", [(), ("--preload=none",)], ids=["torch", "none"])
+def test_the_rank_that_the_others_wait_for_is_named(
+    elaunch: Launcher, preload: tuple[str, ...]
+) -> None:
     """It holds Python's lock in C, in a script that knows nothing of elaunch.
 
     Rank 2 has not entered the collective either, since it receives from rank 1 without blocking.
     """
-    flags = ["--nproc-per-node=3", "--hang-timeout=2", "-r", "3"]
+    flags = ["--nproc-per-node=3", "--hang-timeout=2", "-r", "3", *preload]
     done = elaunch.run(["run", *flags, WAITING, "awaited", "1", "30", "60"])
     assert done.returncode == 77
     assert "rank 1 has not entered all_reduce #31; rank 0 waits there since" in done.stderr

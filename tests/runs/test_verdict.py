@@ -34,6 +34,10 @@ def ended(lasted: float, rounds: int = 1, **changes: Any) -> Record:
     return record | {"timing": timing, "history": [entry] * rounds} | changes  # type: ignore[return-value]
 
 
+START = "start takes most: 10 s of each slot, 10.0 %; --preload what the script imports, so that "
+START += "workers are forked with it"
+
+
 def late(held: float, seconds: float) -> dict[str, Any]:
     """Return that ranks of this node wait for rank 2 in that share of so many seconds."""
     rank = {"rank": 2, "last": 46, "behind_s": 0.021, "seconds": seconds}
@@ -82,7 +86,7 @@ def test_the_result_of_a_run_that_did_not_fail_blames_nobody(state: str) -> None
     ("held", "advice"),
     [
         (0.5, "rank 2 costs most: ranks wait for it 50 s, 50.0 % of the time"),
-        (0.09, "start takes most: 10 s of each slot, 10.0 %"),
+        (0.09, START),
     ],
 )
 def test_the_advice_names_what_costs_most(held: float, advice: str) -> None:
@@ -98,6 +102,36 @@ def test_a_slow_rank_counts_for_the_time_in_which_it_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rounds", "failures", "advice"),
+    [
+        (4, 4, "mend the cause first: 4 of 4 rounds failed, see `elaunch why job`"),
+        (1, 1, "mend the cause first: its only round failed, see `elaunch why job`"),
+        (2, 0, START),
+    ],
+)
+def test_a_run_that_its_workers_have_failed(rounds: int, failures: int, advice: str) -> None:
+    """No class of time matters before that; one that lost its store has no such cause."""
+    record = ended(100.0, rounds, state="FAILED")
+    assert record["timing"] is not None
+    record["timing"]["failures"] = failures
+    assert dict(verdict.facts(record))["advice"] == advice
+
+
+@pytest.mark.parametrize("name", sorted(verdict.CLASSES))
+def test_each_class_that_takes_most_is_named(name: str) -> None:
+    """With seconds and share, and what makes it smaller where there is something."""
+    record = ended(100.0)
+    assert record["timing"] is not None
+    record["timing"]["seconds"] = {"train": 60.0, name: 40.0}
+    advice = dict(verdict.facts(record))["advice"]
+    if name == "train":
+        assert advice == "none: no class but train takes 5 % of the time"
+    else:
+        takes = f"{verdict.CLASSES[name]} takes most: 40 s of each slot, 40.0 %"
+        assert advice == takes + (f"; {verdict.REMEDIES[name]}" if name in verdict.REMEDIES else "")
+
+
+@pytest.mark.parametrize(
     ("busy", "cpus", "advice"),
     [
         (
@@ -106,8 +140,8 @@ def test_a_slow_rank_counts_for_the_time_in_which_it_was_seen() -> None:
             "try num_workers=4 in the DataLoader, not 2: its processes compute 97 % of the "
             "time, so the training waits for them, and each worker has 8 CPUs",
         ),
-        (0.97, 3, "start takes most: 10 s of each slot, 10.0 %"),
-        (0.5, 8, "start takes most: 10 s of each slot, 10.0 %"),
+        (0.97, 3, START),
+        (0.5, 8, START),
     ],
 )
 def test_dataloaders_that_compute_all_the_time(busy: float, cpus: int, advice: str) -> None:
@@ -122,4 +156,4 @@ def test_the_record_of_an_earlier_version_has_no_loaders() -> None:
     """Its verdict is read all the same."""
     record: Any = ended(100.0)
     del record["timing"]["loaders"]
-    assert dict(verdict.facts(record))["advice"] == "start takes most: 10 s of each slot, 10.0 %"
+    assert dict(verdict.facts(record))["advice"] == START

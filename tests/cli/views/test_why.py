@@ -16,7 +16,7 @@ from elaunch.agent.failure.report import render
 from elaunch.cli import execute
 from elaunch.runs import directory
 from elaunch.runs.directory import KEPT_REPORTS, RunDir
-from elaunch.runs.record import first_record
+from elaunch.runs.record import first_record, new_round
 from tests.agent.histories import left
 
 TAIL = ("Traceback (most recent call last):", "ModuleNotFoundError: No module named 'einops'")
@@ -70,6 +70,20 @@ def test_the_newest_failed_round(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "r1")
     assert (found["round"], found["code"], found["problem"]) == (12, "E-IMPORT", None)
     assert found["card"]["first"]["message"] == TAIL[-1]
+
+
+def test_rounds_that_no_failure_here_has_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    """A node was lost, or joined: there is no card, but a reason; also beside a card."""
+    lost = "node node2 (10.0.0.2) was lost: no heartbeat for 3 s; going on with 1 node, 8 workers"
+    reasons = ["first start", lost, "rank 1 exited with code 1; restart 1 of 3", "node2 joins"]
+    history = [new_round(number, reason) for number, reason in enumerate(reasons)]
+    run = run_of(state="RUNNING", exit_code=None, history=history[:2])
+    assert "No round has failed on this node.\n\nRounds before which none failed" in why(capsys)
+    assert why(capsys).endswith(f"and why each began:\n  round 1: {lost}\n")
+    failed(run, 1)
+    run.write_state(run.read_state() | {"history": history})  # type: ignore[arg-type]
+    assert why(capsys).endswith(f"began:\n  round 3: node2 joins\n  round 1: {lost}\n")
+    assert document(capsys)["began"][0] == {"round": 3, "reason": "node2 joins"}
 
 
 @pytest.mark.slow
