@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import click
 
-from elaunch.cli.run import parse
-from elaunch.config import checks, settings, values
+from elaunch.cli.run import Line, parse
+from elaunch.config import checks, command, settings, values
 from elaunch.config.flags.flag import Answers, collect
 from elaunch.config.flags.table import TABLE
 from elaunch.endings import KILLED, PREEMPTED
@@ -361,7 +361,7 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
 
     Raises UsageError for what is wrong with them, or means nothing to a scheduler.
     """
-    line = parse(words)
+    line = _parse(words)
     if line.help or not (line.command or "file" in line.flags):
         raise UsageError("give the flags of `elaunch run` and the script; `elaunch run --help`")
     file = settings.job_file(line.flags, {}, Path.cwd())
@@ -374,7 +374,7 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
     for word in (*line.command, *line.flags.values(), given["image"], given["claim"]):
         if not _is_text(word):
             raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")
-    entry = line.command[0] if line.command else line.flags["file"]
+    chosen = command.choose(line.command, file.entrypoint, answers)
     flags = [_flag(name, text) for name, text in line.flags.items() if name not in _SIZE]
     if given["claim"] and not str(answers["checkpoint-dir"] or "").startswith("/"):
         raise UsageError("--claim: give --checkpoint-dir, an absolute path: it is mounted there")
@@ -383,9 +383,22 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
             f"--lead: {given['lead']} s are too short: the agent takes up to {MARGIN_S} of them "
             f"to end what has not saved; give {MARGIN_S + 1} or more"
         )
-    name = label(answers["name"] or Path(entry).stem)
-    ended = ("--",) if entry.startswith("-") and line.command else ()
+    name = label(answers["name"] or chosen.name)
+    ended = ("--",) if line.command and chosen.entrypoint.startswith("-") else ()
     return ScheduledJob(name, answers, tuple(flags), (*ended, *line.command), **given)
+
+
+def _parse(words: Sequence[str]) -> Line:
+    try:
+        return parse(words)
+    except click.UsageError as error:
+        own = [name for option in manifest.params for name in option.opts if name[:2] == "--"]
+        for name in own:
+            if repr(name) in error.format_message():
+                raise UsageError(
+                    f"{name} is an option of `elaunch manifest`; it stands before the target"
+                ) from None
+        raise
 
 
 def _check_backend(answers: Answers) -> None:

@@ -134,7 +134,7 @@ def _meant(name: str) -> list[str]:
 ELSEWHERE: Final = {
     "--nproc-per-node": "n np nprocs num-procs num-processes num-gpus gpus gpus-per-node devices "
     "ntasks-per-node world-size",
-    "--nnodes": "num-nodes num-machines nodes",
+    "--nnodes": "N num-nodes num-machines nodes",
     "--node-rank": "machine-rank rank",
     "--master-addr": "main-process-ip",
     "--master-port": "main-process-port",
@@ -148,6 +148,11 @@ def _no_such(word: str) -> click.UsageError:
         if given.strip("-0123456789").replace("_", "-") in names.split():
             what = f"No such option {given!r}. Did you mean {flag!r}? {SPELLINGS[flag].help}"
             return click.UsageError(what)
+    meant = _meant(f"-{given}") if given[1:2] != "-" and len(given) > 2 else []
+    if len(meant) == 1:  # -nproc_per_node, with one hyphen
+        return click.UsageError(
+            f"No such option {given!r}. Did you mean '--{SPELLINGS[meant[0]].name}'?"
+        )
     long = [f"--{name}" for flag in LINE_FLAGS for name in (flag.name, *flag.aliases)]
     name = word.partition("=")[0] if word[:2] == "--" else word[:2]
     return click.NoSuchOption(name, possibilities=[*long, HELP, HELP_ALL])

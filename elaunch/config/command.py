@@ -41,6 +41,12 @@ class Command(Struct, frozen=True):
     interpreter: str | None = None
 
     @property
+    def name(self) -> str:
+        """What the job is called unless it is told: a module's name, a file's without suffix."""
+        stem = self.entrypoint if self.mode == "module" else Path(self.entrypoint).stem
+        return stem or self.entrypoint
+
+    @property
     def shown(self) -> str:
         """How messages call it: with the line of the job file that it is from."""
         return f"{self.entrypoint!r} (from {self.where})" if self.where else repr(self.entrypoint)
@@ -281,7 +287,8 @@ def _inside(done: list[str]) -> str:
 def _slip(name: str) -> str:
     """Return the hint for a file's name that was given as a module's."""
     if name.endswith(".py") or "/" in name:
-        dotted = name.removesuffix(".py").strip("/").replace("/", ".")
+        path = os.path.normpath(name.removesuffix(".py")).lstrip("./")
+        dotted = path.replace("/", ".")
         return f"; a module is named without directories and .py: did you mean {dotted!r}?"
     return ""
 

@@ -241,8 +241,7 @@ def _named(answers: Answers, command: Command, meet: RendezvousSettings | None) 
     Raises:
         UsageError: the run id is missing where jobs of several users would be taken for one.
     """
-    stem = command.entrypoint if command.mode == "module" else Path(command.entrypoint).stem
-    name = answers["name"] or stem or command.entrypoint
+    name = answers["name"] or command.name
     run_id = answers["rdzv-id"]
     word = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:100] or "run"
     if meet and not run_id:

@@ -227,6 +227,8 @@ def test_a_lead_that_is_too_short(
         (["--rdzv-backend=static", "train.py"], "--rdzv-backend: 'static' has no place"),
         (["--rdzv-backend=etcd", "train.py"], "--rdzv-backend: 'etcd' needs --rdzv-endpoint"),
         (["--file=nowhere.yaml"], "--file: 'nowhere.yaml'"),
+        (["--time=4h", "train.py"], "--time is an option of `elaunch manifest`; it stands"),
+        (["--gpus", "8", "train.py"], "--gpus is an option of `elaunch manifest`"),
         (["train.py", "\udcff"], "that are no text in UTF-8"),
     ],
 )
@@ -301,6 +303,21 @@ def test_names_are_those_of_dns() -> None:
     }
     assert {name: label(name) for name in names} == names
     assert len(label("x" * 99)) == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["runs/train.v2.py"], "train-v2"),
+        (["-m", "pkg.sub.Train"], "pkg-sub-train"),
+        (["--no-python", "bin/start.sh"], "start"),
+        (["runs/"], "runs"),
+        (["--name=mine", "-m", "pkg.train"], "mine"),
+    ],
+)
+def test_the_name_is_that_of_the_run(words: list[str], name: str) -> None:
+    """As `elaunch run` names it: of a module all parts, of a file the last, without its suffix."""
+    assert read(words, **OPTIONS).name == name
 
 
 @pytest.mark.slow

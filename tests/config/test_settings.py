@@ -102,6 +102,23 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
             "--start-method: 'spwan' is not known; did you mean 'spawn'? (from PET_START_METHOD; "
             "allowed: forkserver, spawn, fork)",
         ),
+        (
+            "--node-rank= train.py",
+            {},
+            "--node-rank: '' is not a whole number; it is empty: a variable that is not set?",
+        ),
+        (
+            "--node-rank ${RANK_OF_NODE} train.py",
+            {},
+            "'${RANK_OF_NODE}' is not a whole number; nothing has put the variable's value in its "
+            "place: a shell does where it is not in single quotes, Kubernetes for $(NAME)",
+        ),
+        (
+            "--max-restarts $(RESTARTS) train.py",
+            {},
+            "'$(RESTARTS)' is not a whole number; nothing has put the variable's value in",
+        ),
+        ("train.py", {"PET_NNODES": "$N"}, "nothing has put the variable's value in its place"),
         ("train.py", {"PET_STANDALONE": "ture"}, "did you mean 'true'? (from PET_STANDALONE"),
         ("train.py", {"LOGLEVEL": "infos"}, "did you mean 'INFO'? (from LOGLEVEL"),
         ("train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
@@ -119,6 +136,8 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
         (".", {}, "without a __main__.py"),
         ("-m tain", {}, "--module: 'tain' was not found; did you mean 'train'?"),
         ("-m train.py", {}, "did you mean 'train'?"),
+        ("-m ./train", {}, "did you mean 'train'?"),
+        ("-m ./sub/../train.py", {}, "did you mean 'train'?"),
         ("--no-python nosuchprogram", {}, "is not on PATH"),
         ("--no-python ./train.py", {}, "cannot be executed"),
         ("--no-python ./tain.py", {}, "did you mean 'train.py'?"),

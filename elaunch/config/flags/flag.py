@@ -12,6 +12,7 @@ allowed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
@@ -209,7 +210,19 @@ def convert(flag: Flag, given: Given) -> object:
     try:
         return flag.kind.read(given.text)
     except (ValueError, OverflowError) as exc:
-        raise fault(flag, given, str(exc)) from None
+        raise fault(flag, given, f"{exc}{_variable_hint(given.text)}") from None
+
+
+def _variable_hint(text: str) -> str:
+    """Return what became of a variable that was to be the text; "" if none was."""
+    if not text.strip():
+        return "; it is empty: a variable that is not set?"
+    if not re.search(r"\$(\w|\{\w|\(\w)", text):
+        return ""
+    return (
+        "; nothing has put the variable's value in its place: a shell does where it is not in "
+        "single quotes, Kubernetes for $(NAME)"
+    )
 
 
 def fault(flag: Flag, given: Given, why: str, fix: str = "", *, code: str = "") -> UsageError:
