@@ -17,6 +17,7 @@ import click
 from elaunch import env
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
+from elaunch.errors import UsageError
 from elaunch.hosts import LOOPBACK
 from elaunch.text import HIDDEN, arguments, count, is_secret
 
@@ -37,11 +38,15 @@ def show(settings: Settings, environ: Mapping[str, str]) -> None:
     """Print the command, the environment that elaunch adds, and one line for each worker.
 
     Raises:
-        UsageError: the number of workers is not known on this machine.
+        UsageError: the number of workers is not known on this machine, or cannot be bound there.
     """
-    from elaunch.server import devices
+    from elaunch.server import devices, numa
 
     nproc = devices.resolve(settings.nproc_per_node, settings.interpreter)
+    if settings.numa_binding is not None:
+        _, problem = numa.bindings(settings.numa_binding, nproc, settings.interpreter)
+        if problem is not None:
+            raise UsageError(problem)
     launcher = {**environ, **settings.env}
     workers = [worker(settings, rank, nproc, launcher) for rank in range(nproc)]
     shared = {**settings.env, **env.default_omp_threads(launcher, nproc), **workers[0]}

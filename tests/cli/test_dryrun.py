@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.cli import dryrun
+from elaunch.errors import UsageError
 from tests.config.resolving import Job
 
 
@@ -72,6 +73,12 @@ def test_one_device_for_each_worker(job: Job, capsys: pytest.CaptureFixture[str]
     line = "--virtual-local-rank --nproc 2 train.py"
     out = plain(job, line, capsys, CUDA_VISIBLE_DEVICES="4,7")
     assert [row.split()[2] for row in out.splitlines()[-2:]] == ["4", "7"]
+
+
+def test_what_cannot_be_bound_is_refused(job: Job) -> None:
+    """As the start itself would: no accelerator is here."""
+    with pytest.raises(UsageError, match="--numa-binding node: torch finds no accelerator"):
+        dryrun.show(job.settings("--numa-binding node --nproc 2 train.py"), {})
 
 
 def test_one_device_of_amd_for_each_worker(job: Job) -> None:

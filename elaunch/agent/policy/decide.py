@@ -88,7 +88,8 @@ def _started(state: State) -> Decision:
 
 def _cannot_start(state: State, error: type[ElaunchError], what: str, code: str = "") -> Decision:
     """End in STARTING; where the others know nothing of this node yet, the command fails."""
-    return Finish(error.exit_code) if state.can_join else Refuse(error, code), what
+    joined = state.can_join and state.limits.meets
+    return Finish(error.exit_code) if joined else Refuse(error, code), what
 
 
 def _on_exit(state: State, event: events.Exit) -> Decision:

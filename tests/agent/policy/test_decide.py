@@ -108,7 +108,7 @@ TABLE: dict[str, Row] = {
         Finish(74),
         "cannot look for checkpoints: /ck: Permission denied",
     ),
-    "a module cannot be preloaded": (TWO, (BROKEN,), Finish(2), BROKEN.problem or ""),
+    "a module cannot be preloaded": (TWO, (BROKEN,), Refuse(UsageError), BROKEN.problem or ""),
     "a module has started threads": (
         TWO,
         (THREADED,),
@@ -121,13 +121,13 @@ TABLE: dict[str, Row] = {
     "the first server dies": (
         TWO,
         (lost(1),),
-        Finish(71),
+        Refuse(ServerError),
         "the server that starts the workers exited with code 1",
     ),
     "it is killed": (
         TWO,
         (lost(-9),),
-        Finish(71),
+        Refuse(ServerError),
         "the server that starts the workers was killed by SIGKILL",
     ),
     "it is killed, and may be started again": (
@@ -146,14 +146,14 @@ TABLE: dict[str, Row] = {
     "the next ones are killed, too": (
         Limits(2, max_restarts=2),
         (lost(-9), lost(-9), lost(-9)),
-        Finish(71),
+        Refuse(ServerError),
         "the server that starts the workers was killed by SIGKILL before it was ready; 2 of 2 "
         "restarts are used up",
     ),
     "one that ends by itself would again": (
         Limits(2, max_restarts=2),
         (lost(1),),
-        Finish(71),
+        Refuse(ServerError),
         "the server that starts the workers exited with code 1",
     ),
     # ── success ──
@@ -370,7 +370,7 @@ TABLE: dict[str, Row] = {
     "it is never ready": (
         TWO,
         (DEADLINE,),
-        Finish(71),
+        Refuse(ServerError),
         "the server that starts the workers has not been ready for 600 s: what it imports "
         "(--preload) hangs, or the file system of its Python does not answer",
     ),
@@ -769,6 +769,18 @@ FRESH: dict[str, Row] = {
         UNCOUNTED,
         (PROBED, BROKEN),
         Refuse(UsageError),
+        BROKEN.problem or "",
+    ),
+    "nothing can be preloaded, and the number is known": (
+        TWO,
+        (PROBED, BROKEN),
+        Refuse(UsageError),
+        BROKEN.problem or "",
+    ),
+    "nothing can be preloaded, and the others know of this node": (
+        JOINING,
+        (COUNTED, PROBED, BROKEN),
+        Finish(2),
         BROKEN.problem or "",
     ),
     "the server that counts ends": (
