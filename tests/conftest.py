@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +15,9 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
-from tests import netns, programs, warm
+from tests import netns, programs, sessions, warm
 from tests.cluster import Cluster
 from tests.launching import Launcher, clean_environment
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell ignores SIGINT for what it starts in the background, and commands would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests run beside others on a busy machine: how long examples take says nothing.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -72,8 +67,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """Look for garbage again, but not among a million objects that stay to the end."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the process one that runs tests: with default signals for what it starts, and cheap.
+
+    Garbage is looked for again, but not among a million objects that stay to the end.
+    """
+    sessions.handle_what_is_ignored()
+    sessions.let_loggers_propagate()
+    sessions.send_less(session.config)
     gc.freeze()
     gc.enable()
 

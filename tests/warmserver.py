@@ -404,6 +404,9 @@ class WarmServer:
         server = os.fork()
         if server == 0:
             os.setsid()
+            for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+                if signal.getsignal(number) is signal.SIG_IGN:  # as pytest was started, by nohup
+                    signal.signal(number, signal.SIG_DFL)
             loop._close_all_but(self._requests.fileno())
             return True
         request, files = received

@@ -14,15 +14,14 @@ from tests.launching import Launcher
 
 pytestmark = pytest.mark.slow
 
+# A rank has printed on the line where it stands then, so it stands there once the line was seen.
 SCRIPT = """
 import os, sys, time
 def loads():
     own = os.environ["RANK"]
-    print("up", own, flush=True)
-    time.sleep(600)
+    print("up", own, flush=True), time.sleep(600)
 def waits():
-    print("up", flush=True)
-    time.sleep(600)
+    print("up", flush=True), time.sleep(600)
 loads() if os.environ["RANK"] == "2" else waits()
 """
 
