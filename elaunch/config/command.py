@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -28,6 +28,8 @@ from elaunch.config.flags.flag import Answers, Entrypoint
 from elaunch.errors import UsageError
 
 Mode = Literal["script", "module", "command", "run-path"]
+CALLER: Final = "elaunch.torchrun.worker"
+"""The module that calls a function for a program (elaunch.torchrun.calls)."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 

@@ -51,7 +51,8 @@ def facts(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     workers_environ = {**environ, **settings.env}
     found = {
         "script": _script(settings, workers_environ),
-        "argv": _argv(settings.args),
+        # The first argument of a call from Python is a directory that only this node has.
+        "argv": _argv(settings.args[settings.entrypoint == command.CALLER :]),
         "hyperparameters": _hparams(settings),
         **_versions(settings),
         **_flags(settings),

@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from multiprocessing import context, reduction, spawn
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
+from elaunch.config.command import CALLER
 from elaunch.config.values import did_you_mean
 from elaunch.errors import UsageError
 from elaunch.server import loop
@@ -33,7 +35,7 @@ from elaunch.training.recording import record
 Function = Callable[..., object]
 FORK: Final = "fork"
 START_METHODS: Final = ("spawn", "forkserver", FORK)
-_WORDS = ("--module=yes", "--", "elaunch.torchrun.worker")
+_WORDS = ("--module=yes", "--", CALLER)
 
 
 def run_function(
@@ -60,6 +62,13 @@ def run_function(
         hint = did_you_mean(start_method, START_METHODS)
         allowed = ", ".join(START_METHODS)
         raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
+    if start_method != FORK and of_no_file(function):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(
+            f"start_method: {start_method!r} cannot be had for {name}(): no file has what a "
+            "notebook or an interpreter defines, so that only a fork of this process has it; give "
+            "start_method='fork', or import the function from a module"
+        )
     with tempfile.TemporaryDirectory(prefix="elaunch-call-") as directory:
         place = Path(directory)
         method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]
@@ -72,6 +81,13 @@ def run_function(
         words = [*flags, *method, *_WORDS, directory, "${local_rank}"]
         ended = run_agent(words, place, handled, serve=serve)
         return ended, _results(place) if ended.exit_code == 0 else {}
+
+
+def of_no_file(function: Function) -> bool:
+    """Whether a function is of a main module that no other process can import, as a notebook's."""
+    main = sys.modules["__main__"]
+    here = getattr(function, "__module__", None) == "__main__"
+    return here and not os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def pickled(function: Function, args: Sequence[object]) -> bytes:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import did_you_mean, signals
 from elaunch.env import HANDLED_SIGNALS
-from elaunch.torchrun.calls import FORK, pickled, run_function
+from elaunch.torchrun.calls import FORK, of_no_file, pickled, run_function
 from elaunch.torchrun.outcome import check
 
 _HANDLED = signals(HANDLED_SIGNALS)
@@ -90,8 +88,7 @@ def _word(name: str, value: Any) -> list[str]:
 
 def _method(function: Callable[..., Any], args: tuple[Any, ...]) -> StartMethod:
     """Return ``forkserver`` where another process can find the function by its name."""
-    main = sys.modules["__main__"]
-    if function.__module__ == "__main__" and not os.path.exists(getattr(main, "__file__", "")):
+    if of_no_file(function):
         return FORK
     try:
         pickled(function, args)

@@ -43,6 +43,15 @@ def test_the_facts_of_a_job(job: Job) -> None:
     assert of(job, "train.py")["argv"] == "none"
 
 
+def test_a_call_from_python_is_the_same_on_all_nodes(job: Job) -> None:
+    """Each node's program has made a directory of its own for it, with a random name."""
+    here, there = (
+        of(job, f"{LINE} -m elaunch.torchrun.worker /tmp/elaunch-call-{name} $local_rank")
+        for name in ("x1", "y2")
+    )
+    assert here == there
+
+
 @pytest.mark.parametrize(
     ("other", "fact"),
     [

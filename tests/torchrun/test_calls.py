@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ import elaunch
 from elaunch import proc
 from elaunch.errors import UsageError
 from elaunch.runs.directory import create
-from elaunch.torchrun import agentprocess, functions
+from elaunch.torchrun import LaunchConfig, agentprocess, elastic_launch, functions
 from elaunch.torchrun.calls import pickled
 from tests.monitor.played_agent import new_record
 
@@ -55,6 +57,26 @@ def test_an_unknown_start_method_is_named() -> None:
     """Before anything starts; it was taken for forkserver."""
     with pytest.raises(UsageError, match="start_method: 'frok' is not known; did you mean 'fork'"):
         elaunch.run(os.getpid, start_method="frok")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_cell_s_function_takes_a_fork(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    """Another process has no file to find it in; the workers all failed with an AttributeError."""
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__", raising=False)
+    monkeypatch.setattr(main, "cell", _cell, raising=False)
+    monkeypatch.setattr(_cell, "__module__", "__main__")
+    assert functions._method(_cell, ()) == "fork"
+    said = f"start_method: '{method}' cannot be had for _cell\\(\\): .* start_method='fork'"
+    with pytest.raises(UsageError, match=said):
+        elaunch.run(_cell, start_method=method)
+    config = LaunchConfig(1, 1, 1, start_method=method)
+    with pytest.raises(UsageError, match=said):
+        elastic_launch(config, _cell)()
+
+
+def _cell() -> None:
+    """A function that a notebook defines."""
 
 
 def test_an_earlier_run_with_the_same_pid_is_another(

@@ -146,7 +146,9 @@ def test_two_programs_are_two_nodes(elaunch: Launcher) -> None:
     script = elaunch.directory / "node.py"
     script.write_text(NODE)
     nodes = [elaunch.start_command([sys.executable, script, str(n), port]) for n in range(2)]
-    shown = [node.wait().stdout.splitlines() for node in nodes]
+    ended = [node.wait(120) for node in nodes]
+    shown = [done.stdout.splitlines() for done in ended]
+    assert "the nodes differ" not in ended[0].stderr + ended[1].stderr
     failed = "ChildFailedError 2 1 True"
     assert shown == [["{0: '0', 1: '1'}", failed], ["{2: '0', 3: '1'}", failed]]
 
