@@ -124,7 +124,8 @@ def facts(record: Record) -> Iterator[tuple[str, str]]:
             timing = cast("TimingRecord", timing | {name: job[name]})
         late = job["late"]
     nodes = 1 if job is None else job["nodes"]
-    yield "goodput", _goodput(timing, nodes)
+    alone = job is None and record.get("node_count", 1) > 1
+    yield "goodput", _goodput(timing, nodes, " of this node alone" if alone else "")
     yield "recoveries", _recoveries(record)
     yield "slowest rank", _slowest(timing, late, nodes)
     yield "advice", _advice(record, timing, late)
@@ -194,7 +195,7 @@ def _headline(record: Record) -> str:
     return one_line(record["reason"] or "")
 
 
-def _goodput(timing: TimingRecord, nodes: int) -> str:
+def _goodput(timing: TimingRecord, nodes: int, of: str = "") -> str:
     wall = timing["wall_s"]
     others = {name: s for name, s in timing["seconds"].items() if name != "train"}
     named = [
@@ -202,7 +203,7 @@ def _goodput(timing: TimingRecord, nodes: int) -> str:
         for name, seconds in sorted(others.items(), key=lambda one: -one[1])
         if seconds >= LEAST * wall
     ][:SHOWN]
-    slots = count(timing["slots"], "slot") + (f" of {count(nodes)}" if nodes > 1 else "")
+    slots = count(timing["slots"], "slot") + (f" of {count(nodes)}" if nodes > 1 else of)
     text = f"{_percent(goodput(timing))} of {duration(wall)} on {slots} is train"
     text += f"; {', '.join(named)}" if named else ""
     unknown = _UNKNOWN.get(timing["reports"])

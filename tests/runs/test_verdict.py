@@ -117,6 +117,13 @@ def test_a_run_that_its_workers_have_failed(rounds: int, failures: int, advice: 
     assert dict(verdict.facts(record))["advice"] == advice
 
 
+@pytest.mark.parametrize(("nodes", "of"), [(1, ""), (2, " of this node alone")])
+def test_a_job_of_which_only_this_node_is_known(nodes: int, of: str) -> None:
+    """While it runs, and where a signal has ended all of its agents at once: it says so."""
+    facts = dict(verdict.facts(ended(100.0, node_count=nodes)))
+    assert facts["goodput"].startswith(f"90.0 % of 1m 40s on 4 slots{of} is train; ")
+
+
 @pytest.mark.parametrize("name", sorted(verdict.CLASSES))
 def test_each_class_that_takes_most_is_named(name: str) -> None:
     """With seconds and share, and what makes it smaller where there is something."""
