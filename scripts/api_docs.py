@@ -83,8 +83,8 @@ with elaunch.init() as ctx:
 ```
 
 A script that imports `elaunch` runs unchanged under `elaunch run`, torchrun, `mpirun`/`srun` and
-alone. Nothing is loaded before it is asked for. The table says who must make a call together and
-what it does to who makes it; where a cell is empty, the docstring does not say.
+alone. Nothing is loaded before it is asked for. The table says which ranks make a call together,
+whether it blocks, and what it raises; an empty cell means that the docstring does not say.
 
 """
 

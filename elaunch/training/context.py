@@ -70,14 +70,14 @@ def init(
 
     Args:
         distributed: ranks and sizes; by default those of the launcher that started the script.
-        name: of the run in ``elaunch status``; by default the script's. Under ``elaunch run`` that
-            of each node's first rank counts, and ``--name`` before it.
-        timeout: seconds that a call of all ranks waits for the others, this one included; the calls
-            take another one each.
+        name: of the run in ``elaunch status``; by default the script's. Under ``elaunch run`` the
+            name that each node's first rank gives counts; ``--name`` wins over it.
+        timeout: seconds that a call of all ranks waits for the others, ``init()`` included;
+            each call may be given another.
         chief_only: refuse metrics from other ranks than 0, as Determined's docs ask for.
         tensorboard: write the metrics for TensorBoard as well: True (beside the metrics) or a
             directory.
-        announce: have rank 0 print in one line on stderr where the run is to be found.
+        announce: have rank 0 print one line on stderr that says where the run is.
 
     Raises:
         ContextError: a context is open already; or the name cannot be printed on one line.
@@ -263,11 +263,11 @@ class Context:
         self._page.beat()
 
     def section(self, name: str, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Report that this rank is in a part of the script that takes its own time.
+        """Report that this rank is in a part of the script that takes longer than a step.
 
         Any rank may, alone; it does not block. Sections nest. With ``--hang-timeout`` the agent
-        judges a rank inside of it by ``timeout``, seconds from its beginning, in place of that
-        flag's; without one by ten times that flag's.
+        judges a rank in a section by ``timeout``, in seconds from its beginning, and without one by
+        ten times the flag's value.
 
         Raises:
             ContextError: ``name`` is empty, or ``timeout`` is not more than 0.

@@ -68,7 +68,7 @@ class DistributedContext:
         chief_port: port there at which the ranks meet. Without it: that of the launcher, where
             there is one; on one node a port made of the process that has started all ranks.
 
-    Raises PlacementError that names a number that cannot be.
+    Raises PlacementError that names an impossible number.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class DistributedContext:
         """Meet the other ranks; ALL ranks call it together, or none does: the first call does it.
 
         Blocks until all have come, at most ``timeout`` seconds. Raises CollectiveTimeout that names
-        those who have not, PeerLost, and PlacementError where the ranks contradict each other.
+        the missing ranks, PeerLost, and PlacementError if the ranks contradict each other.
 
         Args:
-            page: where each call is noted; one of its own without.
+            page: where each call is noted; by default a new one.
             timeout: seconds; also for later calls that give none.
         """
         with self._opening:

@@ -148,7 +148,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
 
     @property
     def num_samples(self) -> int:
-        """What is left for this rank, as ``len``; torch's name for it."""
+        """What is left for this rank, as ``len()`` returns it; torch's name for that."""
         return len(self)
 
     @property
@@ -271,7 +271,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
 
         Raises:
             SamplerError: the state is of a dataset of another length, another seed or another
-                ``shuffle``, or it is none. Then nothing was changed.
+                ``shuffle``, or it is no state of a sampler. Then nothing was changed.
         """
         wanted = {**self.state_dict()}
         if missing := wanted.keys() - state.keys():

@@ -26,7 +26,7 @@ class Keep:
     """Which checkpoints stay: those that any of the parts given names, and always the newest.
 
     Args:
-        last: the so many newest ones.
+        last: the number of newest checkpoints that stay.
         every: each one whose step is a multiple of this.
         best: the one with the best value of this metric, as the script reported it.
         mode: whether the smallest (``min``) or the largest (``max``) value is the best.

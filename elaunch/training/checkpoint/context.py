@@ -74,7 +74,7 @@ class CheckpointContext:
     ``elaunch.Keep``, the number of the newest that stay, or None for the command's flags.
     ``uuid`` names a checkpoint: by its uuid, its name, its path or URL, or by what ``latest()``,
     ``list()`` or ``save()`` returned. A checkpoint that is only read may be anywhere; others are in
-    :attr:`directory`.
+    ``directory``.
 
     Calls of all ranks raise CollectiveTimeout and PeerLost, which name the ranks that did not come;
     the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
@@ -136,10 +136,10 @@ class CheckpointContext:
         *,
         timeout: float | None = None,
     ) -> Path:
-        """Return a directory for other people's code to write to; then :meth:`commit` it.
+        """Return a directory for another writer, such as ``dcp.save``; then :meth:`commit` it.
 
         ALL ranks call it together. It is one directory for all ranks that share storage; each
-        checkpoint needs a new one. One that is not committed is gone with the job.
+        checkpoint needs a new one. A directory that is not committed is removed with the job.
         """
         parts = self._opening.together(timeout)
         return blocks.open_path(parts, at_step(step, metadata, None, timeout, "stage_path"))
@@ -154,7 +154,7 @@ class CheckpointContext:
         keep: Keep | int | None = None,
         timeout: float | None = None,
     ) -> Committed:
-        """Make a checkpoint of what somebody else's code has written, and return it.
+        """Make a checkpoint of what another writer has written, and return it.
 
         ALL ranks call it together, when all have written. ``path`` is a directory (that of
         :meth:`stage_path`, or any other) or a file; ranks may give different ones. Files on the
@@ -174,7 +174,7 @@ class CheckpointContext:
     def restore_path(
         self, uuid: Which | None = None, *, timeout: float | None = None
     ) -> Iterator[Path]:
-        """Give a directory to read from: of one checkpoint, or of the latest.
+        """Give the directory of a checkpoint, by default the latest, to read from.
 
         ALL ranks enter it together, and read on their own. Nobody deletes the checkpoint meanwhile.
 
@@ -268,9 +268,9 @@ class CheckpointContext:
             step: number of steps done.
             metadata: more for JSON, beside ``steps_completed``.
             block: return when it is committed (by default, without ``every``), or in memory.
-            every: save, of the steps for which this is called, those that come so many after the
-                last save, or after what the round began with; ``"auto"``: as many as lose least
-                time by saves and failures. At other steps it returns at once, and asks nobody.
+            every: save only when this many steps have passed since the last save, or since the
+                checkpoint that the round began with; ``"auto"``: as many as lose least time by
+                saves and failures. At other steps the call returns at once, and asks nobody.
             when_busy: with ``block=False``, while the save before is in flight: ``wait`` for it,
                 or ``skip`` this one, as ``every="auto"`` does.
 
@@ -280,7 +280,7 @@ class CheckpointContext:
         Raises:
             SaveError: nothing was committed; or, once, that a save in the background was not.
             CheckpointError: the state cannot be saved so that it can be loaded; says what to do.
-            ContextError: ``every`` is no interval; or it is ``"auto"``, and nothing may ever go.
+            ContextError: ``every`` is no interval; or it is ``"auto"``, and all checkpoints stay.
         """
         from elaunch.training.checkpoint import save as saving
 

@@ -115,7 +115,7 @@ class SaveHandle:
         self._problem: SaveError | None = None
 
     def done(self) -> bool:
-        """Return whether nothing is to be waited for; any rank may ask, alone. It does not block.
+        """Return whether the save is over; any rank may ask, alone. It does not block.
 
         On nodes other than rank 0's it is done when the node's own shards are on the disk.
         """

@@ -98,12 +98,12 @@ class PreemptContext:
 
     @property
     def deadline(self) -> float | None:
-        """Seconds that are left to save and to end in; None while no end is asked for, or set.
+        """Seconds that are left to save and to end in; None without a request to end, or a limit.
 
-        They are what the platform leaves where that is known (the end of Slurm's job, a notice with
-        a time), and else those of ``--shutdown-timeout``. The agent ends the ranks after that: what
-        takes longer to save is lost. Any rank may ask, alone; it blocks on nothing. Each rank
-        counts by its own clock: what all ranks are to do alike, one of them decides.
+        They are what the platform leaves if that is known (the end of Slurm's job, a notice with a
+        time), else those of ``--shutdown-timeout``. The agent ends the ranks after that: what takes
+        longer to save is lost. Any rank may ask, alone; it blocks on nothing. Each rank counts by
+        its own clock, so one rank has to decide what all are to do.
         """
         until = self._ended_at
         return None if until is None else max(0.0, until - time.monotonic())
@@ -159,8 +159,8 @@ class PreemptContext:
     def request(self, reason: str) -> None:
         """Ask the whole job to end, as ``elaunch preempt`` does.
 
-        Any rank may call it, from any thread and from a signal's handler; it does not block: it
-        makes a note for a thread. should_preempt() is True soon after, on all ranks.
+        Any rank may call it, from any thread and from a signal's handler; it does not block: a
+        thread sends the request. should_preempt() is True soon after, on all ranks.
         """
         self._take(Notice(reason, "stop"), agent_knows=False)
 

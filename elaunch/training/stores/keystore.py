@@ -78,7 +78,7 @@ class KeyStore:
     ``timeout`` is in seconds; None is the context's own.
 
     Every call raises CollectiveTimeout when the store does not answer in time, PeerLost when it is
-    lost, and ContextError for a key or a value that cannot be, and after the end of the context.
+    lost, and ContextError for an impossible key or value, and after the end of the context.
     """
 
     def __init__(self, distributed: _Ranks, rounds: RoundStore) -> None:
@@ -89,7 +89,7 @@ class KeyStore:
         self._alone = _Memory() if distributed.size == 1 else None
 
     def set(self, key: str, value: Any, timeout: float | None = None) -> None:
-        """Set ``key``; any rank may, alone. Blocks until the store has it, and for no rank."""
+        """Set ``key``; any rank may, alone. Blocks until the store has it, not for another rank."""
         name, packed = _checked_key(key), _packed(key, value)
         with self._store(timeout) as (store, until):
             store.put(name, packed, until)
@@ -116,8 +116,8 @@ class KeyStore:
     def add(self, key: str, amount: int = 1, timeout: float | None = None) -> int:
         """Add to the counter ``key``, 0 before the first, and return the sum.
 
-        Any rank may, alone. Blocks until the store has answered, and for no rank. No two ranks get
-        the same sum of the same counter while all amounts are positive.
+        Any rank may, alone. Blocks until the store has answered, not for another rank. No two ranks
+        get the same sum of the same counter while all amounts are positive.
         """
         name = _checked_key(key)
         if isinstance(amount, bool) or not isinstance(amount, int) or amount not in _INT:

@@ -46,7 +46,7 @@ class PerRank:
             had, in the order of the ranks; returns what this rank takes. Refused for modules,
             optimizers and dicts with them, which are loaded in place.
 
-    ``load`` puts what was saved into :attr:`value`, or hands it to the object's
+    ``load`` puts what was saved into ``value``, or hands it to the object's
     ``load_state_dict``.
     """
 
