@@ -98,8 +98,8 @@ BROAD_EXCEPTS: dict[str, str] = {
     "the job",
     "elaunch.agent.saver.saver:AgentSaver.serve": "top of a thread: logged, the worker is "
     "hung up on",
-    "elaunch.checkpoint.writing.queue:SaveQueue._commit": "top of a thread: the save fails with it",
-    "elaunch.checkpoint.writing.queue:SaveQueue._write": "top of a thread: the save fails with it",
+    "elaunch.agent.saver.queue:SaveQueue._commit": "top of a thread: the save fails with it",
+    "elaunch.agent.saver.queue:SaveQueue._write": "top of a thread: the save fails with it",
     "elaunch.top.pager:_run": "top of a thread: raised in the one that waits for it",
     "elaunch.agent.hangs.watch:Watchdog._explained": "a hang that cannot be explained is still one",
     "elaunch.agent.hangs.watch:Watchdog._run": "top of a thread: logged, the job goes on unwatched",

@@ -34,8 +34,8 @@ from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import look
 from elaunch.agent.resume.probe import DirectoryProbe
-from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
 from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger, times_of_node
@@ -131,7 +131,7 @@ class _Run:
         frontends.open_ports(context, stack)
         record.write()
         group = self._start_group(pump)
-        saver = AgentSaver(SaverPlan(settings, context.post, DirectoryFinisher(settings)))
+        saver = AgentSaver(SaverSetup(settings, context.post, DirectoryFinisher(settings)))
         links, hangs = self._start_links(lines, group, saver)
         ledger = open_ledger(settings, context.run_dir, links, hangs=hangs, record=record)
         record.follow(
@@ -204,7 +204,7 @@ class _Run:
         stack.callback(probe.close)
         probe.start()
         if context.settings.rendezvous is None:
-            return _alone(context, show, saver.finishing)
+            return _alone(context, show, saver.finisher)
         from elaunch.agent.nodes.connect import join
 
         publisher = join(

@@ -3,13 +3,13 @@
 ===============  ==================================================================
 module           holds
 ===============  ==================================================================
-records          what the modules hand to each other: ``Stage``, ``Committed``, …
+records          the data that the modules pass to each other: ``Stage``, ``Committed``, …
 layout           every file name of elaunch's own layout, and its JSON documents
 names            what a name shows: temporary or not, and the step
 ownership        whose directory it is: ``run.json``; one job at a time
 probe            whether a directory is fit for use, and all nodes share it
 storage          where a run's checkpoints are: ``open_storage``; the commit
-writing          from shards in memory to a committed checkpoint, in the background
+writing          manifests and documents of a checkpoint; the pace of a write
 search           ``find_latest``; ``--checkpoint-glob``; ``{checkpoint}`` in arguments
 formats          one module a format: is this checkpoint complete? ``verify`` returns, or
                  raises ``CheckpointError`` with the reason

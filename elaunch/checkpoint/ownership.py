@@ -69,12 +69,12 @@ class DirectoryLock:
             error.filename = str(path)
             raise
         try:
-            self.say_who(job)
+            self.write_holder(job)
         except OSError:
             self.close()
             raise
 
-    def say_who(self, job: str) -> None:
+    def write_holder(self, job: str) -> None:
         """Write into the file which process has the lock, for which job."""
         if self._descriptor < 0 or job == self._job:
             return
@@ -110,7 +110,7 @@ def _close_inherited() -> None:
 class NoLock:
     """What stands for the lock on storage that has none."""
 
-    def say_who(self, job: str) -> None:
+    def write_holder(self, job: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the checkpoint modules hand to each other: plain frozen data.
+"""What the checkpoint modules pass to each other: plain frozen data.
 
 =================  ================================================================
 record             holds
@@ -7,8 +7,8 @@ record             holds
 ``PassedOver``     something that looked like one and was not taken
 ``SearchOutcome``  what a search returns
 ``Stage``          a checkpoint that is being written, by all ranks together
-``Part``           what one rank contributes to it, but for the files
-``Image``          a file that is to be: its name and its bytes, wherever they lie
+``ShardHeader``    what a manifest says of one rank's shard beside its files
+``Image``          a file to be written: its name and its bytes, wherever they lie
 ``Committed``      a committed checkpoint in elaunch's own layout
 =================  ================================================================
 """
@@ -104,12 +104,12 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank puts into a checkpoint, but for the files.
+class ShardHeader:
+    """What a manifest says of one rank's shard beside its files.
 
     ``metadata`` is the rank's own user metadata: JSON values under string keys, with
-    ``steps_completed``. ``copied``: it is written by another node than that rank's, which may be at
-    it too; its manifest leaves out the files' times.
+    ``steps_completed``. ``copied``: another node than that rank's writes the shard, and that rank's
+    may write it, too; the manifest leaves out the files' times.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Image:
-    """A file that is to be: ``path`` below the stage, and its bytes, piece after piece.
+    """A file to be written: ``path`` below the stage, and its bytes, piece after piece.
 
     The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``pace`` is for
     an image that is written beside a training.

@@ -212,7 +212,7 @@ def named_to_torch() -> Names:
 # ── known classes, quickly ───────────────────────────────────────────────────────────────────────
 
 
-class _Sealed(type):
+class _StandInType(type):
     """The class of stand-ins: they make instances of ``real`` and cannot be changed themselves."""
 
     real: Any
@@ -224,7 +224,7 @@ class _Sealed(type):
         raise PickleRefused(f"it sets {ascii(name)[:80]} of a class")
 
 
-def _sealed(real: Any) -> Any:
+def _stand_in(real: Any) -> Any:
     """Return what a pickle gets for ``real``: itself where nobody can change that."""
     if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
         return real
@@ -232,11 +232,11 @@ def _sealed(real: Any) -> Any:
     def make(_: type, *args: Any) -> Any:
         return real.__new__(real, *args)
 
-    return _Sealed(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
+    return _StandInType(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
 
 
 class _Listed(pickle.Unpickler):
-    """Finds what a function finds for it, sealed."""
+    """Finds classes by a function, and gives the pickle their stand-ins."""
 
     def __init__(self, file: io.BytesIO, find: Callable[[str, str], Any]) -> None:
         super().__init__(file)
@@ -247,7 +247,7 @@ class _Listed(pickle.Unpickler):
         """Return what the pickle gets for a name."""
         key = _key(module, name)
         if key not in self._made:
-            self._made[key] = _sealed(self._find(*key))
+            self._made[key] = _stand_in(self._find(*key))
         return self._made[key]
 
 

@@ -8,19 +8,20 @@ from the worker:
 =============================================  ====================================================
 ``{"op": "checkpoint", "round": r, "rank": g,  first request; ``d``: the directory or URL of the
 "local_rank": k, "place": d}``                 checkpoints
-``{"op": "resumed", "uuid": u}``               may come before that: which shards of what the round
-                                               resumes from are in this agent's memory
+``{"op": "resumed", "uuid": u}``               may come before that: which shards of the save that
+                                               the round resumes from are in this agent's memory
 ``{"op": "begin", "wait": b, "timeout": t}``   waits for the save in flight
 ``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
                                                memory's descriptor. It belongs to the agent: it
                                                outlives the worker, however that ends. After
                                                ``begin``, when all ranks have begun: is about to
                                                overwrite it, so what is there is recalled no more
-``{"op": "staged", "handed": {…}}``            the memory holds this rank's shard (:class:`Handed`).
-                                               From here it is the agent's, also where the worker
-                                               is killed before it reads the answer
-``{"op": "abandon", "stage": {…} | null}``     the begin before comes to nothing; with a stage:
-                                               that checkpoint does, also where shards are staged
+``{"op": "staged", "handed": {…}}``            the memory holds this rank's shard, a
+                                               :class:`StagedShard`. From here it is the agent's,
+                                               also where the worker is killed before it reads the
+                                               answer
+``{"op": "abandon", "stage": {…} | null}``     nothing is staged after the last ``begin``; with a
+                                               stage: no shard of that checkpoint counts
 ``{"op": "wait", "timeout": t}``               answered when nothing is in flight any more
 ``{"op": "fence", "round": r, "timeout": t}``  is ``r`` still the round? The agent asks the store
                                                (several nodes) or its loop (one), not its memory
@@ -35,11 +36,11 @@ from the agent:
 =============================================  ====================================================
 ``{"ok": true, …}``                            done
 ``… "size": s``                                to ``memory``: how large the descriptor beside it is
-``… "shards": [{…}]``                          to ``resumed``: a :class:`Handed` each
+``… "shards": [{…}]``                          to ``resumed``: a :class:`StagedShard` each
 ``… "begun": b``                               to ``begin``: false if a save is in flight
 ``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the last
                                                checkpoint that this connection's saves have become
-``… "replicated": u``                          beside that, and to a ``wait`` that was too long: the
+``… "replicated": u``                          to the same, and to a ``wait`` that was too long: the
                                                uuid of the last save whose shard of this rank
                                                another node has in its memory, too, or ""
 ``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
@@ -65,7 +66,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from elaunch.checkpoint.records import Committed, Part, Stage
+    from elaunch.checkpoint.records import Committed, ShardHeader, Stage
 
 AT_ONCE: Final = 64
 """Shards that are asked for in one ``recall``: each brings a descriptor."""
@@ -81,12 +82,12 @@ Files = tuple[tuple[str, Extents], ...]
 
 
 @dataclass(frozen=True)
-class Handed:
-    """One rank's shard of a checkpoint, as it lies in the memory that the agent gave.
+class StagedShard:
+    """One rank's shard of a checkpoint, as it lies in the memory that the agent has lent.
 
     Attributes:
         stage: which checkpoint the shard belongs to; the same on all ranks.
-        part: of which rank, of how many, and that rank's metadata.
+        header: of which rank, of how many, and that rank's metadata.
         images: the files to be: path below the checkpoint's directory, and where its bytes lie in
             the memory: (offset, size) pairs, in the order of the file.
         extra: further fields of the checkpoint's metadata.json (rank 0's counts).
@@ -98,7 +99,7 @@ class Handed:
     """
 
     stage: Stage
-    part: Part
+    header: ShardHeader
     images: Files
     extra: Mapping[str, Any] = field(default_factory=dict)
     keep: Mapping[str, Any] | None = None
@@ -117,28 +118,28 @@ class Handed:
         return max((at + size for _, extents in self.images for at, size in extents), default=0)
 
 
-def handed_to_json(handed: Handed) -> dict[str, Any]:
-    """Return the fields of ``handed`` as they travel."""
+def shard_to_json(shard: StagedShard) -> dict[str, Any]:
+    """Return the fields of ``shard`` as they are sent."""
     return {
-        "stage": asdict(handed.stage),
-        "part": {**asdict(handed.part), "metadata": dict(handed.part.metadata)},
-        "images": files_to_json(handed.images),
-        "extra": dict(handed.extra),
-        "keep": None if handed.keep is None else dict(handed.keep),
-        "protected": list(handed.protected),
-        "local": handed.local,
-        "loads": handed.loads,
+        "stage": asdict(shard.stage),
+        "part": {**asdict(shard.header), "metadata": dict(shard.header.metadata)},
+        "images": files_to_json(shard.images),
+        "extra": dict(shard.extra),
+        "keep": None if shard.keep is None else dict(shard.keep),
+        "protected": list(shard.protected),
+        "local": shard.local,
+        "loads": shard.loads,
     }
 
 
-def handed_from_json(fields: Mapping[str, Any]) -> Handed:
-    """Return what :func:`handed_to_json` made; raise ValueError for anything else."""
-    from elaunch.checkpoint.records import Part, Stage
+def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
+    """Return what :func:`shard_to_json` made; raise ValueError for anything else."""
+    from elaunch.checkpoint.records import ShardHeader, Stage
 
     try:
-        return Handed(
+        return StagedShard(
             stage=Stage(**fields["stage"]),
-            part=Part(**fields["part"]),
+            header=ShardHeader(**fields["part"]),
             images=files_from_json(fields["images"]),
             extra=dict(fields["extra"]),
             keep=None if fields["keep"] is None else dict(fields["keep"]),
@@ -151,7 +152,7 @@ def handed_from_json(fields: Mapping[str, Any]) -> Handed:
 
 
 def files_to_json(files: Files) -> list[Any]:
-    """Return where the files of a shard lie, as it travels."""
+    """Return where the files of a shard lie, as it is sent."""
     return [[path, [list(extent) for extent in extents]] for path, extents in files]
 
 
@@ -163,7 +164,7 @@ def files_from_json(fields: list[list[Any]]) -> Files:
 
 
 def committed_to_json(done: Committed | None) -> dict[str, Any] | None:
-    """Return the fields of a committed checkpoint as they travel."""
+    """Return the fields of a committed checkpoint as they are sent."""
     if done is None:
         return None
     return {**vars(done), "place": str(done.place)}

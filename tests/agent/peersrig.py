@@ -35,7 +35,7 @@ def tell(made: list[Peers], job: str | None = None) -> Plan:
     )
     plan = Plan(job or secrets.token_hex(16), round=0, phase="running", nodes=nodes)
     for number, peers in enumerate(made):
-        peers.hear(plan, f"a{number}")
+        peers.on_plan(plan, f"a{number}")
     return plan
 
 

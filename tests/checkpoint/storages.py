@@ -1,4 +1,4 @@
-"""Stages and parts for the tests of storages: small, and told apart by their content."""
+"""Stages and shards for the tests of storages: small, each with a content of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from elaunch.checkpoint.storage.storage import Committed, Image, Part, Stage, Storage
+from elaunch.checkpoint.storage.storage import Committed, Image, ShardHeader, Stage, Storage
 
 
 def stage(step: int = 120, round_: int = 3) -> Stage:
@@ -14,19 +14,19 @@ def stage(step: int = 120, round_: int = 3) -> Stage:
     return Stage(step, round_, str(uuid4()))
 
 
-def part(rank: int, world_size: int = 2, step: int = 120, **metadata: Any) -> Part:
-    """Return a rank's part of run "digits"."""
-    return Part(rank, world_size, "digits", {"steps_completed": step, **metadata})
+def header(rank: int, world_size: int = 2, step: int = 120, **metadata: Any) -> ShardHeader:
+    """Return the header of a rank's shard, of run "digits"."""
+    return ShardHeader(rank, world_size, "digits", {"steps_completed": step, **metadata})
 
 
 def write(
     storage: Storage, at: Stage, files: Mapping[int, Mapping[str, bytes]] | None = None
 ) -> None:
-    """Write and seal all ranks' parts; ``files``: rank → name → content."""
+    """Write all ranks' shards and manifests; ``files``: rank → name → content."""
     files = files or {rank: {f"rank{rank}.bin": bytes([rank]) * 1000} for rank in range(2)}
     for rank, content in files.items():
         images = [Image(name, [data]) for name, data in content.items()]
-        storage.write_part(at, part(rank, len(files), at.step), images)
+        storage.write_shard(at, header(rank, len(files), at.step), images)
 
 
 def save(storage: Storage, step: int = 120, round_: int = 3) -> Committed:
@@ -44,7 +44,7 @@ def save_scripts_files(storage: Storage, step: int = 120, round_: int = 3) -> Co
         (below / "sub").mkdir()
         for name, content in ((f"sub/{rank}.bin", bytes([rank])), ("both.bin", b"both")):
             (below / name).write_bytes(content)
-        storage.seal(at, part(rank, 2, step), storage.own_files(at, below), below)
+        storage.write_manifest(at, header(rank, 2, step), storage.own_files(at, below), below)
     return storage.commit(at, lambda: None)
 
 
@@ -55,7 +55,7 @@ def finish_what_is_held(storage: Storage) -> None:
     """
     whole, half = stage(1), stage(2)
     write(storage, whole)
-    storage.write_part(half, part(0, step=2), [Image("a", [b"x"])])
+    storage.write_shard(half, header(0, step=2), [Image("a", [b"x"])])
     after, held = whole.round + 2, [whole.name, half.name]
     done = storage.finish_stages("digits", after=after, held=held)
     assert [found.uuid for found in done] == [whole.uuid]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import nodelocal
-from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.records import Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 
 STAGE = Stage(50, 0, "abc")
@@ -17,8 +17,8 @@ def node(root: Path, rank: int) -> tuple[Storage, bytes]:
     """Write and seal one rank's part on its own disk."""
     storage = open_storage(root, local=True)
     storage.prepare("digits", True)
-    part = Part(rank, 2, "digits", {"steps_completed": 50})
-    return storage, storage.write_part(STAGE, part, [Image(f"state_{rank}", [b"x"])])
+    part = ShardHeader(rank, 2, "digits", {"steps_completed": 50})
+    return storage, storage.write_shard(STAGE, part, [Image(f"state_{rank}", [b"x"])])
 
 
 def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:

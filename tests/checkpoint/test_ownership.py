@@ -60,9 +60,9 @@ def test_nothing_is_saved_in_another_directory(tmp_path: Path, go: Callable[[Pat
     calls: list[Callable[[], object]] = [
         lambda: storage.open_stage(later),
         lambda: storage.open_stage(later, 1),
-        lambda: worker.write_part(later, storages.part(0, 1, 130), [Image("x", [b"x"])]),
+        lambda: worker.write_shard(later, storages.header(0, 1, 130), [Image("x", [b"x"])]),
         lambda: storage.own_files(at),
-        lambda: storage.seal(at, storages.part(0, 1), ["x"]),
+        lambda: storage.write_manifest(at, storages.header(0, 1), ["x"]),
         lambda: storage.adopt(at, {0: b"{}"}),
         lambda: storage.commit(at, lambda: None),
     ]
@@ -107,7 +107,7 @@ def test_unmounted_while_it_is_written(mounted: Path) -> None:
     storage = PosixStorage(mounted)
     storage.prepare("digits", given=True)
     at, image = storages.stage(), Image("x", [b"x"])
-    storage.write_part(at, storages.part(0), [image])
+    storage.write_shard(at, storages.header(0), [image])
     opened = storage.open_stage
 
     def pulled(*args: object) -> Path:
@@ -117,7 +117,7 @@ def test_unmounted_while_it_is_written(mounted: Path) -> None:
 
     storage.open_stage = pulled  # type: ignore[method-assign]
     with pytest.raises(SaveError, match=GONE):
-        storage.write_part(at, storages.part(1), [image])
+        storage.write_shard(at, storages.header(1), [image])
     with pytest.raises(SaveError, match=GONE):
         storage.commit(at, lambda: None)
     storage.discard(at)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
@@ -94,9 +94,9 @@ def test_the_look_at_a_checkpoint_of_elaunchs_own_is_cheap(play: Play, tmp_path:
         for step in (10, 20):
             stage, part = (
                 Stage(step, 0, f"u{step}"),
-                Part(0, 1, "digits", {"steps_completed": step}),
+                ShardHeader(0, 1, "digits", {"steps_completed": step}),
             )
-            storage.write_part(stage, part, [Image("model.pt", [b"12345678"])])
+            storage.write_shard(stage, part, [Image("model.pt", [b"12345678"])])
             storage.commit(stage, lambda: None)
     newest = tmp_path / "c" / "step-00000020.r0" / "model.pt"
     newest.write_bytes(b"1234567X")

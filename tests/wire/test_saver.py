@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.records import Committed, Part, Stage
+from elaunch.checkpoint.records import Committed, ShardHeader, Stage
 from elaunch.wire import saver
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
-HANDED = Handed(
+SHARD = StagedShard(
     stage=Stage(10, 3, "f00"),
-    part=Part(1, 2, "digits", {"steps_completed": 10, "deep": {"a": [1, None]}}, "host", 7),
+    header=ShardHeader(
+        1, 2, "digits", {"steps_completed": 10, "deep": {"a": [1, None]}}, "host", 7
+    ),
     images=(("__1_0.distcp", ((0, 100), (200, 24))), ("empty", ())),
     extra={"metrics": {"loss": 0.5}},
     keep={"last": 2, "every": None, "best": None, "mode": "min"},
@@ -24,10 +26,10 @@ HANDED = Handed(
 
 def test_a_part_comes_back_as_it_was() -> None:
     """Through JSON; its size and its end are those of its pieces."""
-    sent = json.loads(json.dumps(saver.handed_to_json(HANDED)))
-    assert saver.handed_from_json(sent) == HANDED
-    assert (HANDED.size, HANDED.end) == (124, 224)
-    assert Handed(HANDED.stage, HANDED.part, ()).end == 0
+    sent = json.loads(json.dumps(saver.shard_to_json(SHARD)))
+    assert saver.shard_from_json(sent) == SHARD
+    assert (SHARD.size, SHARD.end) == (124, 224)
+    assert StagedShard(SHARD.stage, SHARD.header, ()).end == 0
 
 
 @pytest.mark.parametrize(
@@ -45,11 +47,11 @@ def test_a_part_comes_back_as_it_was() -> None:
 )
 def test_what_is_no_part_is_refused(change: dict[str, Any]) -> None:
     """With ValueError, whatever is wrong."""
-    sent = json.loads(json.dumps(saver.handed_to_json(HANDED)))
+    sent = json.loads(json.dumps(saver.shard_to_json(SHARD)))
     with pytest.raises(ValueError):
-        saver.handed_from_json({**sent, **change})
+        saver.shard_from_json({**sent, **change})
     with pytest.raises(ValueError, match="no part of a checkpoint"):
-        saver.handed_from_json({})
+        saver.shard_from_json({})
 
 
 @pytest.mark.parametrize("place", [Path("/ck/step-00000010.r0"), "memory://x/step-00000010.r0"])

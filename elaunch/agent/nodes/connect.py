@@ -71,7 +71,7 @@ def join(
     opener.prepare()
     stack.callback(opener.close)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
-    search, rests = _search(context, peers, saver.finishing)
+    search, rests = _search(context, peers, saver.finisher)
     post = _post(context, peers, group)
     world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
@@ -173,8 +173,8 @@ def _post(context: RunContext, peers: Peers, group: WorkerGroup) -> Callable[[Ne
             if problem := check.problem(news.plan):
                 context.post(MeetingFailed(UsageError.exit_code, problem))
                 return
-            peers.hear(news.plan, news.name)
-            compiled.hear(news.plan, news.name)
+            peers.on_plan(news.plan, news.name)
+            compiled.on_plan(news.plan, news.name)
         context.post(news)
 
     return post

@@ -95,7 +95,7 @@ class CompilerCache:
         peers.handle("compiled", self._on_compiled)
         peers.handle("compiled file", self._on_file)
 
-    def hear(self, plan: Plan, name: str) -> None:
+    def on_plan(self, plan: Plan, name: str) -> None:
         """Fetch what the nodes of a round have that this one is not in, in a thread of its own."""
         if self._asked or not plan.nodes:
             return
@@ -134,10 +134,10 @@ class CompilerCache:
         with open_regular(path) as file:
             if not is_own(path) or _is_written(path):
                 raise CheckpointError(f"{path.name} is being written, or another user's")
-            line.say({"ok": True, "size": os.fstat(file.fileno()).st_size})
+            line.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
             signature = self._signature(request["root"], request["file"])
             line.send_bytes(_signed(pieces(file.fileno()), signature))
-            line.say({"ok": True, "signature": signature.hexdigest()})
+            line.send({"ok": True, "signature": signature.hexdigest()})
 
     def _signature(self, root: str, path: str) -> hmac.HMAC:
         """Return what signs a file's name, and its bytes as they are added."""

@@ -160,7 +160,7 @@ class LocalCopies:
             path = inside(path, request["file"], line.who)
         self._check_within(path)
         with open_regular(path) as file:
-            line.say({"ok": True, "size": os.fstat(file.fileno()).st_size})
+            line.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
             line.send_bytes(pieces(file.fileno()))
 
     def _check_within(self, path: Path) -> None:

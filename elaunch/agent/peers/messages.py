@@ -98,7 +98,7 @@ class PeerConnection:
         self.patience = patience
         self._sock = sock
         self._progress = 0
-        self._told_busy = 0.0
+        self._busy_at = 0.0
         sock.settimeout(patience)
         _watch(sock)
         self._reader = io.BufferedReader(socket.SocketIO(sock, "r"), 65536)
@@ -112,18 +112,18 @@ class PeerConnection:
         self.close()
 
     def close(self) -> None:
-        """Hang up; may be called twice, and from another thread to wake who waits here."""
+        """Hang up; may be called twice, and from another thread to wake the one that waits here."""
         with contextlib.suppress(OSError):  # the other side may have hung up before
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     # ── lines ────────────────────────────────────────────────────────────────────────────────────
 
-    def say(self, fields: Mapping[str, Any]) -> None:
+    def send(self, fields: Mapping[str, Any]) -> None:
         """Send one line; raises Undelivered."""
-        self._send(json.dumps(fields, separators=(",", ":")).encode() + b"\n")
+        self._send_raw(json.dumps(fields, separators=(",", ":")).encode() + b"\n")
 
-    def hear(self) -> dict[str, Any] | None:
+    def receive(self) -> dict[str, Any] | None:
         """Return the next line; None where the other side has hung up between two lines."""
         try:
             line = self._reader.readline(LONGEST_LINE)
@@ -132,18 +132,18 @@ class PeerConnection:
         if not line:
             return None
         try:
-            said = json.loads(line)
+            fields = json.loads(line)
         except (ValueError, RecursionError):
-            said = None
-        if not line.endswith(b"\n") or not isinstance(said, dict):
+            fields = None
+        if not line.endswith(b"\n") or not isinstance(fields, dict):
             raise Undelivered(f"{self.who} broke off, or sends what is no line of elaunch", True)
-        return said
+        return fields
 
     def ask(
         self, fields: Mapping[str, Any], progress: Callable[[], object] | None = None
     ) -> dict[str, Any]:
         """Send a request and return its answer; see :meth:`answer`."""
-        self.say(fields)
+        self.send(fields)
         return self.answer(progress)
 
     def answer(self, progress: Callable[[], object] | None = None) -> dict[str, Any]:
@@ -153,28 +153,28 @@ class PeerConnection:
         """
         seen, since = -1, time.monotonic()
         while True:
-            said = self.hear()
-            if said is None:
+            answer = self.receive()
+            if answer is None:
                 raise Undelivered(f"{self.who} has ended, or hung up", True)
-            if "error" in said:
-                raise Undelivered(f"{self.who}: {said['error']}")
-            if "busy" not in said:
-                return said
+            if "error" in answer:
+                raise Undelivered(f"{self.who}: {answer['error']}")
+            if "busy" not in answer:
+                return answer
             now = time.monotonic()
-            if said["busy"] != seen:
-                seen, since = said["busy"], now
+            if answer["busy"] != seen:
+                seen, since = answer["busy"], now
                 if progress is not None:
                     progress()
             elif now - since > self.patience:
                 raise Undelivered(f"{self.who} makes no progress for {self.patience:g} s")
 
     def busy(self, amount: int = 1) -> None:
-        """Send a ``busy`` line, once in a while: the request has got further."""
+        """Count progress with a request, and send a ``busy`` line at times."""
         self._progress += amount
         now = time.monotonic()
-        if now - self._told_busy >= BUSY_EVERY:
-            self._told_busy = now
-            self.say({"busy": self._progress})
+        if now - self._busy_at >= BUSY_EVERY:
+            self._busy_at = now
+            self.send({"busy": self._progress})
 
     # ── bytes ────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,15 +189,15 @@ class PeerConnection:
             try:
                 chunk = next(source, None)
             except OSError as error:
-                self._send(_LENGTH.pack(_BROKEN))
-                self.say({"error": error.strerror or str(error)})
+                self._send_raw(_LENGTH.pack(_BROKEN))
+                self.send({"error": error.strerror or str(error)})
                 raise
             if chunk is None:
                 break
             total.update(chunk)
-            self._send(_LENGTH.pack(len(chunk)))
-            self._send(chunk)
-        self._send(_LENGTH.pack(0) + total.digest())
+            self._send_raw(_LENGTH.pack(len(chunk)))
+            self._send_raw(chunk)
+        self._send_raw(_LENGTH.pack(0) + total.digest())
 
     def receive_into(self, memory: memoryview, progress: Callable[[int], object]) -> None:
         """Fill ``memory`` with the bytes that come; ``progress`` gets each frame's size.
@@ -206,7 +206,7 @@ class PeerConnection:
         """
         at = 0
 
-        def place(size: int) -> memoryview:
+        def room(size: int) -> memoryview:
             nonlocal at
             if at + size > memory.nbytes:
                 raise Undelivered(f"{self.who} sends more than {memory.nbytes:,} bytes")
@@ -214,7 +214,7 @@ class PeerConnection:
             at += size
             return view
 
-        for view in self._frames(place):
+        for view in self._frames(room):
             progress(view.nbytes)
         if at != memory.nbytes:
             raise Undelivered(f"{self.who} sends {at:,} of {memory.nbytes:,} bytes")
@@ -229,30 +229,30 @@ class PeerConnection:
         buffer = memoryview(bytearray(min(CHUNK, max(1, size))))
         written = 0
 
-        def place(length: int) -> memoryview:
+        def room(length: int) -> memoryview:
             if written + length > size:
                 raise Undelivered(f"{self.who} sends more than {size:,} bytes")
             return buffer[:length]
 
-        for view in self._frames(place):
+        for view in self._frames(room):
             write(view)
             written += view.nbytes
             progress(view.nbytes)
         if written != size:
             raise Undelivered(f"{self.who} sends {written:,} of {size:,} bytes")
 
-    def _frames(self, place: Callable[[int], memoryview]) -> Iterator[memoryview]:
+    def _frames(self, room: Callable[[int], memoryview]) -> Iterator[memoryview]:
         total = hashlib.sha256()
         while True:
             (size,) = _LENGTH.unpack(self._exactly(bytearray(_LENGTH.size)))
             if size == 0:
                 break
             if size == _BROKEN:
-                said = self.hear() or {}
-                raise Undelivered(f"{self.who}: {said.get('error', 'it cannot go on')}")
+                fields = self.receive() or {}
+                raise Undelivered(f"{self.who}: {fields.get('error', 'it cannot go on')}")
             if size > CHUNK:
                 raise Undelivered(f"{self.who} sends what is no frame of elaunch", True)
-            view = place(size)
+            view = room(size)
             self._exactly(view)
             total.update(view)
             yield view
@@ -268,7 +268,7 @@ class PeerConnection:
             raise Undelivered(f"{self.who} has ended in the middle of sending", True)
         return into
 
-    def _send(self, data: bytes | memoryview) -> None:
+    def _send_raw(self, data: bytes | memoryview) -> None:
         try:
             self._sock.sendall(data)
         except OSError as error:

@@ -1,10 +1,10 @@
 """Requests between the agents of a job's nodes: about checkpoints, shards and files.
 
-Every agent of a job of several nodes has one :class:`Peers`: a port that its record among the
-members names (``courier`` there and in the plan's nodes), and calls to the others'. The messages
-are in elaunch.agent.peers.messages. Their sender has shown that it belongs to this job: its key is
-made of the secret of --rdzv-secret-file, and of the job's incarnation id, which is read from the
-store.
+Every agent of a job of several nodes has one :class:`Peers`: a port, which its record among the
+members has (``courier`` there and in the plan's nodes), and calls to the others' ports. The
+messages are in elaunch.agent.peers.messages. Their sender has proved that it belongs to this job:
+its key is made of the secret of --rdzv-secret-file and of the job's incarnation id, which is read
+from the store.
 
 Calls block for ``timeout`` seconds at most and raise Undelivered, which distinguishes an agent that
 is gone from one that is slow. Requests of others go to the handlers that :meth:`Peers.handle` was
@@ -33,7 +33,7 @@ from elaunch.errors import CheckpointError
 from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
-from elaunch.wire.saver import Files, Handed, handed_from_json, handed_to_json
+from elaunch.wire.saver import Files, StagedShard, shard_from_json, shard_to_json
 from elaunch.wire.stream import PEER, Caller, Endpoint, StreamListener, session_key
 
 PATIENCE: Final = 30.0
@@ -64,7 +64,7 @@ class Peer:
         return Endpoint(self.addr, self.port)
 
     def __str__(self) -> str:
-        """Name it for messages."""
+        """Return its name for messages."""
         return f"the agent of node {self.host} ({self.endpoint})"
 
 
@@ -74,7 +74,7 @@ class Receiver(Protocol):
     No call blocks for longer than memory takes to be made, but for ``replica_room``.
     """
 
-    def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
+    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note that another node's shard is on the disk."""
 
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
@@ -86,23 +86,23 @@ class Receiver(Protocol):
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose shards of (step, round, uuid) are in this agent's memory."""
 
-    def serve_part(
+    def serve_shard(
         self, step: int, round_number: int, rank: int
-    ) -> tuple[Handed, memoryview] | None:
+    ) -> tuple[StagedShard, memoryview] | None:
         """Return a shard that is in this agent's memory, its own or a replica; None if not.
 
         The memory may be overwritten while it is sent: ask again afterwards, and send a shard only
         as good if the answer is the same one.
         """
 
-    def replica_room(self, handed: Handed) -> memoryview:
+    def replica_room(self, shard: StagedShard) -> memoryview:
         """Return room for a replica of another node's shard; SaveError if there is none.
 
         From here on the replica of that rank that was kept before is gone. With a directory on each
         node that one is on its way to the disk, and is waited for, for a bounded time.
         """
 
-    def replica_came(self, handed: Handed) -> None:
+    def replica_came(self, shard: StagedShard) -> None:
         """Take the replica, which is whole, its checksum right."""
 
 
@@ -129,7 +129,7 @@ class Peers:
         self._serving = threading.Lock()
         self._plan: Plan | None = None
         self._name = ""
-        self._heard = threading.Condition()
+        self._plan_seen = threading.Condition()
         self._handlers: dict[str, Handler] = {}
 
     def start(self) -> int:
@@ -160,13 +160,13 @@ class Peers:
         for op, serve in _SERVED.items():
             self.handle(op, partial(serve, receiver))
 
-    def hear(self, plan: Plan, name: str) -> None:
-        """Take the newest plan: whose job it is, who its nodes are; ``name`` is this agent's."""
+    def on_plan(self, plan: Plan, name: str) -> None:
+        """Take the newest plan, with the job and its nodes; ``name`` is this agent's."""
         key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
-        with self._heard:
+        with self._plan_seen:
             self._plan, self._name = plan, name
             self._listener.key = key
-            self._heard.notify_all()
+            self._plan_seen.notify_all()
 
     def node(self, node_rank: int) -> Peer:
         """Return where the node of that rank in the newest plan is; raises Undelivered."""
@@ -190,8 +190,8 @@ class Peers:
 
         Raises Undelivered; ``gone`` if nobody listens there any more.
         """
-        with self._heard:
-            self._heard.wait_for(self.key, max(0.0, until - time.monotonic()))
+        with self._plan_seen:
+            self._plan_seen.wait_for(self.key, max(0.0, until - time.monotonic()))
         if not self.key():
             raise Undelivered("this agent has not heard of a plan yet")
         caller = Caller(PEER, self.port)
@@ -215,43 +215,47 @@ class Peers:
     def _to_node(self, node_rank: int, timeout: float) -> PeerConnection:
         return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
 
-    def send_sealed(
+    def send_written(
         self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
     ) -> None:
         """Send the agent of ``node_rank`` the manifest of ``rank``'s shard: it is on the disk."""
-        told = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
-        with self._to_node(node_rank, timeout) as line:
-            line.ask({"do": "sealed", **told})
+        report = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
+        with self._to_node(node_rank, timeout) as connection:
+            connection.ask({"do": "sealed", **report})
 
     def send_failed(
         self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
     ) -> None:
         """Report to it that ``rank``'s shard of the stage will not come."""
-        with self._to_node(node_rank, timeout) as line:
-            line.ask({"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem})
+        with self._to_node(node_rank, timeout) as connection:
+            connection.ask(
+                {"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem}
+            )
 
     def send_writing(
         self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
     ) -> None:
         """Report to it that ``rank``'s shard of the stage is being written still."""
-        told = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
-        with self._to_node(node_rank, timeout) as line:
-            line.ask({"do": "writing", **told})
+        report = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
+        with self._to_node(node_rank, timeout) as connection:
+            connection.ask({"do": "writing", **report})
 
     def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
         """Return the ranks whose shards of (step, round, uuid) are in that node's memory."""
         step, round_number, uuid = wanted
-        with self._to_node(node_rank, timeout) as line:
-            said = line.ask({"do": "held", "step": step, "round": round_number, "uuid": uuid})
-        ranks = said.get("ranks")
+        with self._to_node(node_rank, timeout) as connection:
+            answer = connection.ask(
+                {"do": "held", "step": step, "round": round_number, "uuid": uuid}
+            )
+        ranks = answer.get("ranks")
         if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-            raise Undelivered(f"{line.who} sends what are no ranks")
+            raise Undelivered(f"{connection.who} sends what are no ranks")
         return ranks
 
-    def fetch_part(
+    def fetch_shard(
         self,
         node_rank: int,
-        part: tuple[int, int, int],
+        wanted: tuple[int, int, int],
         into: Callable[[int], memoryview],
         timeout: float,
     ) -> tuple[str, Files] | None:
@@ -260,35 +264,37 @@ class Peers:
         ``into`` makes room for so many bytes. Returns the stage's uuid and where the files lie in
         that room.
         """
-        step, round_number, rank = part
+        step, round_number, rank = wanted
         until = time.monotonic() + timeout
-        with self._to_node(node_rank, timeout) as line:
-            found = line.ask({"do": "part", "step": step, "round": round_number, "rank": rank})
+        with self._to_node(node_rank, timeout) as connection:
+            found = connection.ask(
+                {"do": "part", "step": step, "round": round_number, "rank": rank}
+            )
             if "handed" not in found:
                 return None
-            handed = _handed(line, found)
-            line.receive_into(into(handed.end)[: handed.end], _in_time(line, until))
-            if not line.answer().get("whole"):
+            shard = _handed(connection, found)
+            connection.receive_into(into(shard.end)[: shard.end], _in_time(connection, until))
+            if not connection.answer().get("whole"):
                 return None
-        return handed.stage.uuid, handed.images
+        return shard.stage.uuid, shard.images
 
     def push_replica(
-        self, node_rank: int, handed: Handed, memory: memoryview, timeout: float
+        self, node_rank: int, shard: StagedShard, memory: memoryview, timeout: float
     ) -> None:
         """Send a shard, the first ``handed.end`` bytes of ``memory``, to be kept for this node."""
         until = time.monotonic() + timeout
-        with self._to_node(node_rank, timeout) as line:
-            line.ask({"do": "replica", "handed": handed_to_json(handed)})
-            in_time = _in_time(line, until)
-            part = memory[: handed.end]  # what lies behind it is no part of it
-            pieces = (part[at : at + CHUNK] for at in range(0, handed.end, CHUNK))
-            line.send_bytes(piece for piece in pieces if in_time(len(piece)))
-            line.answer()
+        with self._to_node(node_rank, timeout) as connection:
+            connection.ask({"do": "replica", "handed": shard_to_json(shard)})
+            in_time = _in_time(connection, until)
+            whole = memory[: shard.end]  # what lies behind it is not of the shard
+            pieces = (whole[at : at + CHUNK] for at in range(0, shard.end, CHUNK))
+            connection.send_bytes(piece for piece in pieces if in_time(len(piece)))
+            connection.answer()
 
-    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+    # ── requests of others ───────────────────────────────────────────────────────────────────────
 
     def _admit(self, sock: socket.socket, caller: Caller) -> None:
-        """Serve one that has passed, in a thread of its own."""
+        """Serve an agent that has passed the handshake, in a thread of its own."""
         if caller.purpose != PEER:
             sock.close()
             return
@@ -311,39 +317,39 @@ class Peers:
             self._listener.poke()  # there is room for another one
 
     def _serve(self, sock: socket.socket) -> None:
-        line = PeerConnection(sock, "another node's agent", IDLE)
+        connection = PeerConnection(sock, "another node's agent", IDLE)
         try:
-            while (request := line.hear()) is not None:
-                line.patience = PATIENCE
-                self._answer(line, request)
+            while (request := connection.receive()) is not None:
+                connection.patience = PATIENCE
+                self._answer(connection, request)
         except Undelivered as error:
             log.debug("a request of another node's agent came to nothing: %s", error)
 
-    def _answer(self, line: PeerConnection, request: Fields) -> None:
+    def _answer(self, connection: PeerConnection, request: Fields) -> None:
         handler = self._handlers.get(str(request.get("do")))
         if handler is None:
-            line.say({"error": f"this agent does not serve {request.get('do')!r}"})
+            connection.send({"error": f"this agent does not serve {request.get('do')!r}"})
             return
         try:
-            answer = handler(line, request)
+            answer = handler(connection, request)
         except Undelivered:
             raise
         except CheckpointError as error:
             answer = {"error": str(error)}
         except OSError as error:
-            answer = {"error": _in_words(error)}
+            answer = {"error": _text_of(error)}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             answer = {"error": f"the request makes no sense: {error!r}"}
         if answer is not None:
-            line.say(answer)
+            connection.send(answer)
 
 
 # ── requests about shards ────────────────────────────────────────────────────────────────────────
 
 
-def _on_sealed(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
+def _on_written(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
     stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
-    receiver.on_sealed(stage, int(request["rank"]), manifest)
+    receiver.on_written(stage, int(request["rank"]), manifest)
     return {"ok": True}
 
 
@@ -364,35 +370,35 @@ def _on_held(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
     return {"ok": True, "ranks": receiver.held(wanted)}
 
 
-def _on_part(receiver: Receiver, line: PeerConnection, request: Fields) -> Fields:
-    part = int(request["step"]), int(request["round"]), int(request["rank"])
-    found = receiver.serve_part(*part)
+def _on_shard(receiver: Receiver, connection: PeerConnection, request: Fields) -> Fields:
+    wanted = int(request["step"]), int(request["round"]), int(request["rank"])
+    found = receiver.serve_shard(*wanted)
     if found is None:
         return {"ok": True}
-    handed, memory = found
-    line.say({"ok": True, "handed": handed_to_json(handed)})
-    line.send_bytes([memory[: handed.end]])
-    again = receiver.serve_part(*part)
-    return {"ok": True, "whole": again is not None and again[0] == handed}
+    shard, memory = found
+    connection.send({"ok": True, "handed": shard_to_json(shard)})
+    connection.send_bytes([memory[: shard.end]])
+    again = receiver.serve_shard(*wanted)
+    return {"ok": True, "whole": again is not None and again[0] == shard}
 
 
-def _on_replica(receiver: Receiver, line: PeerConnection, request: Fields) -> Fields:
-    handed = handed_from_json(request["handed"])
-    room = receiver.replica_room(handed)
-    line.say({"ok": True})
-    line.receive_into(room[: handed.end], lambda _: None)
-    receiver.replica_came(handed)
-    name, rank = handed.stage.final, handed.part.rank
+def _on_replica(receiver: Receiver, connection: PeerConnection, request: Fields) -> Fields:
+    shard = shard_from_json(request["handed"])
+    room = receiver.replica_room(shard)
+    connection.send({"ok": True})
+    connection.receive_into(room[: shard.end], lambda _: None)
+    receiver.replica_came(shard)
+    name, rank = shard.stage.final, shard.header.rank
     log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
     return {"ok": True}
 
 
 _SERVED: Final[Mapping[str, Callable[..., Fields]]] = {
-    "sealed": _on_sealed,
+    "sealed": _on_written,
     "writing": _on_writing,
     "failed": _on_failed,
     "held": _on_held,
-    "part": _on_part,
+    "part": _on_shard,
     "replica": _on_replica,
 }
 
@@ -405,24 +411,24 @@ def _cut(sock: socket.socket) -> None:
         log.debug("a connection had ended before it was cut: %s", error)
 
 
-def _handed(line: PeerConnection, found: Fields) -> Handed:
+def _handed(connection: PeerConnection, found: Fields) -> StagedShard:
     try:
-        return handed_from_json(found["handed"])
+        return shard_from_json(found["handed"])
     except ValueError as error:
-        raise Undelivered(f"{line.who}: {error}") from error
+        raise Undelivered(f"{connection.who}: {error}") from error
 
 
-def _in_words(error: OSError) -> str:
+def _text_of(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
-def _in_time(line: PeerConnection, until: float) -> Callable[[int], bool]:
+def _in_time(connection: PeerConnection, until: float) -> Callable[[int], bool]:
     """Return what lets a transfer go on until ``until`` and then raises Undelivered."""
 
     def check(_: int) -> bool:
         if time.monotonic() >= until:
-            raise Undelivered(f"{line.who} is too slow: the transfer is not done in time")
+            raise Undelivered(f"{connection.who} is too slow: the transfer is not done in time")
         return True
 
     return check

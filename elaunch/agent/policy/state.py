@@ -366,7 +366,7 @@ def refusal(state: State, round_number: int, uuid: str = "") -> str:
 
     The save that the round has resumed from out of memory may be committed: ``uuid`` names it. In a
     job of one node nobody else decides; in one of several the store is asked instead
-    (elaunch.agent.saver.surroundings).
+    (elaunch.agent.saver.commitrules).
     """
     if uuid and state.checkpoint is not None and state.checkpoint.uuid == uuid:
         return ""

@@ -27,7 +27,7 @@ from elaunch.errors import CheckpointError, SaveError, UsageError
 if TYPE_CHECKING:
     from elaunch.checkpoint.ownership import Origin
     from elaunch.checkpoint.records import PassedOver
-    from elaunch.checkpoint.storage.storage import Closeable, Storage
+    from elaunch.checkpoint.storage.storage import Storage, StorageLock
 
 MOST: Final = 1 << 20
 """Bytes that a run.json or metadata.json may have to be looked at."""
@@ -66,7 +66,7 @@ class DirectoryFinisher:
         self.turn = threading.Lock()
         self._job = ""
         self._taking = threading.Lock()
-        self._locks: dict[str, Closeable] = {}
+        self._locks: dict[str, StorageLock] = {}
         self._origins: dict[str, Origin] = {}
         self._tidied: dict[str, int] = {}
         self._doubted: set[str] | None = None
@@ -94,7 +94,7 @@ class DirectoryFinisher:
         with self._taking:
             root = str(storage.place)
             if root in self._locks:
-                self._locks[root].say_who(self._job)
+                self._locks[root].write_holder(self._job)
                 return True
             try:
                 self._locks[root] = storage.lock(self._job)

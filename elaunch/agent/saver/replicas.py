@@ -38,6 +38,7 @@ from typing import Final
 
 from elaunch.agent.peers.directory import GATHERED
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
+from elaunch.agent.saver.queue import SaveQueue, error_text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.commit import read_committed
@@ -51,16 +52,15 @@ from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.checkpoint.writing.manifests import decode
 from elaunch.checkpoint.writing.pace import Pace
-from elaunch.checkpoint.writing.queue import SaveQueue, told
 from elaunch.errors import CheckpointError, SaveError
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
 ROOM_S: Final = 20.0
 """Seconds that a replica waits for the one before it; its sender waits longer for the answer."""
 LOOK_S: Final = 0.2
-"""Seconds between two looks whether a save has come to nothing; all else wakes the thread."""
+"""Seconds between two looks whether a save has failed; all else wakes the thread."""
 
-_Replica = tuple[Handed, Segment]
+_Replica = tuple[StagedShard, Segment]
 
 log = logging.getLogger("elaunch")
 
@@ -71,22 +71,22 @@ class Replicas:
     A replica's memory is held until it is written or dropped.
     """
 
-    def __init__(self, storage: Storage, keeping: SaveQueue, memory: CheckpointMemory) -> None:
+    def __init__(self, storage: Storage, queue: SaveQueue, memory: CheckpointMemory) -> None:
         self._storage = storage
         self._root = Path(storage.place)
-        self._keeping = keeping
+        self._queue = queue
         self._memory = memory
         self._changed = threading.Condition()
         self._waiting: list[_Replica] = []
         self._writing: list[_Replica] = []
 
-    def came(self, handed: Handed, segment: Segment) -> None:
+    def came(self, shard: StagedShard, segment: Segment) -> None:
         """Take over a replica that is whole."""
         self._memory.hold(segment)
         with self._changed:
-            self._waiting.append((handed, segment))
-        if self._is_committed(handed.stage):
-            self.committed(handed.stage)
+            self._waiting.append((shard, segment))
+        if self._is_committed(shard.stage):
+            self.committed(shard.stage)
 
     def committed(self, stage: Stage) -> None:
         """Begin to write the replicas of a save that is committed here."""
@@ -103,9 +103,9 @@ class Replicas:
                 self._changed.wait(LOOK_S)
 
     def settle(self, until: float) -> None:
-        """Bring to an end what is in flight, when the saves of the round are; monotonic ``until``.
+        """Write the replicas in flight, after the saves of the round; monotonic ``until``.
 
-        None may come meanwhile.
+        No replica may come meanwhile.
         """
         with self._changed:
             left = self._take(list(self._waiting))
@@ -120,17 +120,17 @@ class Replicas:
 
     def _is_busy(self, rank: int) -> bool:
         with self._changed:
-            waiting = [one for one in self._waiting if one[0].part.rank == rank]
+            waiting = [one for one in self._waiting if one[0].header.rank == rank]
         for replica in waiting:
             stage = replica[0].stage
             # In this order: a save is over when it is committed.
-            is_open = self._keeping.is_open(stage)
+            is_open = self._queue.is_open(stage)
             if self._is_committed(stage):
                 self.committed(stage)
             elif not is_open:
                 self._drop(replica)
         with self._changed:
-            return any(one[0].part.rank == rank for one in (*self._waiting, *self._writing))
+            return any(one[0].header.rank == rank for one in (*self._waiting, *self._writing))
 
     def _is_committed(self, stage: Stage) -> bool:
         try:
@@ -139,7 +139,7 @@ class Replicas:
             return False
 
     def _take(self, replicas: list[_Replica]) -> list[_Replica]:
-        """Note, with the lock held, that these are being written."""
+        """Note, with the lock held, that these replicas are being written."""
         self._waiting = [one for one in self._waiting if one not in replicas]
         self._writing += replicas
         return replicas
@@ -154,76 +154,78 @@ class Replicas:
     # ── the threads ──────────────────────────────────────────────────────────────────────────────
 
     def _start(self, replica: _Replica, target: Path | None, until: float = math.inf) -> None:
-        name = f"copy of rank {replica[0].part.rank}"
+        name = f"copy of rank {replica[0].header.rank}"
         pace = Pace()
         work = partial(self._write, replica, target, until, pace)
-        threading.Thread(target=pace.lead, args=(work,), name=name, daemon=True).start()
+        threading.Thread(target=pace.supervise, args=(work,), name=name, daemon=True).start()
 
     def _write(self, replica: _Replica, target: Path | None, until: float, pace: Pace) -> None:
         """Put a replica into the checkpoint at ``target``, or into its stage before ``until``."""
-        handed, segment = replica
+        shard, segment = replica
         try:
             if target is None:
-                self._complete_stage(handed, segment.view, until, pace)
+                self._complete_stage(shard, segment.view, until, pace)
             else:
-                content = _read(target / layout.manifest_name(handed.part.rank))
-                self._put(target, content, handed, segment.view, pace=pace)
+                content = _read(target / layout.manifest_name(shard.header.rank))
+                self._put(target, content, shard, segment.view, pace=pace)
         except (CheckpointError, OSError) as error:
             if target is not None and not target.is_dir():
-                log.debug("%s went before its copy was written", handed.stage.final)
+                log.debug("%s went before its copy was written", shard.stage.final)
             else:
-                part = f"rank {handed.part.rank}'s part of {handed.stage.final}"
-                log.warning("this node's disk has no copy of %s: %s", part, told(error))
+                which = f"rank {shard.header.rank}'s part of {shard.stage.final}"
+                log.warning("this node's disk has no copy of %s: %s", which, error_text(error))
         finally:
             self._memory.release(segment)
             with self._changed:
                 self._writing.remove(replica)
                 self._changed.notify_all()
 
-    def _complete_stage(self, handed: Handed, memory: memoryview, until: float, pace: Pace) -> None:
-        """Put the replica into a stage that nobody works on, with the manifest of its rank."""
-        stage, rank = handed.stage, handed.part.rank
+    def _complete_stage(
+        self, shard: StagedShard, memory: memoryview, until: float, pace: Pace
+    ) -> None:
+        """Put the replica into a stage that no thread works on, with the manifest of its rank."""
+        stage, rank = shard.stage, shard.header.rank
         path = self._root / layout.STAGE / stage.name
-        seal = self._keeping.left_sealed(stage, rank)
-        if seal is None or not path.is_dir():
+        manifest = self._queue.idle_manifest(stage, rank)
+        if manifest is None or not path.is_dir():
             return
-        self._put(path, seal, handed, memory, until, pace=pace)
+        self._put(path, manifest, shard, memory, until, pace=pace)
         if rank not in self._storage.manifests(stage):
-            self._storage.adopt(stage, {rank: seal})
+            self._storage.adopt(stage, {rank: manifest})
 
     def _put(
         self,
         target: Path,
         manifest: bytes,
-        handed: Handed,
+        shard: StagedShard,
         memory: memoryview,
         until: float = math.inf,
         *,
         pace: Pace,
     ) -> None:
         """Put those files into ``target`` that the manifest of the shard's rank lists."""
-        wanted = {entry.path: entry for entry in decode(manifest, handed.part.rank).files}
-        extents = {path: found for path, found in handed.images if path in wanted}
+        wanted = {entry.path: entry for entry in decode(manifest, shard.header.rank).files}
+        extents = {path: found for path, found in shard.images if path in wanted}
         lacking = [path for path in extents if not os.path.lexists(target / path)]
         if not lacking:
             return
-        with self._workplace() as workplace:
+        with self._scratch() as scratch:
             for number, path in enumerate(lacking):
                 pieces = [memory[at : at + size] for at, size in extents[path]]
-                made, entry = write_file(workplace, str(number), pieces, pace), wanted[path]
+                made, entry = write_file(scratch, str(number), pieces, pace), wanted[path]
                 if (made.size, made.checksum) != (entry.size, entry.checksum):
                     raise CheckpointError(f"{path} is not what its rank has sealed")
             if time.monotonic() >= until:
                 raise SaveError("the storage has not taken it in time")
             for number, path in enumerate(lacking):
                 make_parents(target, path)
-                os.rename(workplace / str(number), target / path)
+                os.rename(scratch / str(number), target / path)
         sync_parents(target, lacking)
         sync_directory(target)
 
     @contextmanager
-    def _workplace(self) -> Iterator[Path]:
-        """Give a directory; a search removes what of it a kill has left."""
+    def _scratch(self) -> Iterator[Path]:
+        """Give a directory to write in; a search removes it after a kill."""
         path = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         path.mkdir()
         try:

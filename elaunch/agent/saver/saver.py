@@ -1,8 +1,8 @@
 """The agent's saver of checkpoints, as its loop and its workers' links see it.
 
-It costs nothing until a worker asks for it (elaunch.wire.saver): then what does the work is
-imported and made (elaunch.agent.saver.service), and SaverUsed has the round's end wait for what is
-in memory::
+It costs nothing until a worker asks for it (elaunch.wire.saver). Then the service is imported and
+made (elaunch.agent.saver.service), and the event SaverUsed has the round's end wait for what is in
+memory::
 
     a thread per worker ──► serve: checkpoint, memory, begin, staged, wait, fence, recall
     loop ──► begin(round) … settle(seconds) ──► SavesSettled ──► begin(round + 1) … close
@@ -22,18 +22,18 @@ from msgspec.structs import replace
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.plan import SaverPlan
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.local import Message, Requests
-from elaunch.wire.saver import handed_to_json
+from elaunch.wire.saver import shard_to_json
 
 if TYPE_CHECKING:
     from elaunch.agent.peers.peers import Peers
     from elaunch.agent.saver.service import SaverConnection, SaverService
     from elaunch.checkpoint.records import Stage
-    from elaunch.wire.saver import Handed
+    from elaunch.wire.saver import StagedShard
 
 LAST_WAIT_S: Final = 10.0
 """Seconds that the end of the job waits for shards of other nodes."""
@@ -44,36 +44,36 @@ log = logging.getLogger("elaunch")
 class AgentSaver:
     """Owns the service, once a worker has asked for it."""
 
-    def __init__(self, plan: SaverPlan) -> None:
-        self._plan = plan
-        self.finishing = plan.finishing
+    def __init__(self, setup: SaverSetup) -> None:
+        self._setup = setup
+        self.finisher = setup.finisher
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._service: SaverService | None = None
         self._round: Round | None = None
         self._lived: set[int] = set()
-        plan.finishing.unfinished = self.unfinished
+        setup.finisher.unfinished = self.unfinished
 
     def check(self) -> None:
-        """Raise UsageError for settings that this node cannot keep to; before the first round."""
-        limit = self._plan.settings.checkpoint_memory
+        """Raise UsageError for more memory than this node has; before the first round."""
+        limit = self._setup.settings.checkpoint_memory
         if limit is not None:
             from elaunch.agent.saver.memory import check_limit
 
             check_limit(limit)
 
     def meet(self, read_plan: Callable[[], Plan], peers: Peers) -> None:
-        """Be the saver of one node among several, from before the first round on."""
-        self._plan = replace(self._plan, read_plan=read_plan, peers=peers)
+        """Work as the saver of one node among several; called before the first round."""
+        self._setup = replace(self._setup, read_plan=read_plan, peers=peers)
 
     # ── the loop calls ───────────────────────────────────────────────────────────────────────────
 
     def begin(self, round_: Round) -> None:
         """Serve the workers of this round, which are about to start, and none of any other."""
-        self.finishing.round = round_.round
-        self.finishing.resumed = "" if round_.checkpoint is None else round_.checkpoint.stage
+        self.finisher.round = round_.round
+        self.finisher.resumed = "" if round_.checkpoint is None else round_.checkpoint.stage
         if round_.plan is not None:
-            self.finishing.enter(round_.plan.job)
+            self.finisher.enter(round_.plan.job)
         with self._lock:
             self._round = round_
             self._lived.add(round_.round)
@@ -82,28 +82,28 @@ class AgentSaver:
             service.begin(round_)
 
     def settle(self, seconds: float, *, holds: bool = False) -> None:
-        """Bring what is in memory to the disk, for ``seconds`` at most; posts SavesSettled.
+        """Write what is in memory to the disk, for ``seconds`` at most; then post SavesSettled.
 
-        ``holds``: what the next round can load from memory goes on; what then is held is posted
-        again when it is on the disk.
+        ``holds``: what the next round can load from memory is not waited for. Its write goes on,
+        and SavesSettled is posted again when it is on the disk.
         """
         with self._lock:
             round_, service = self._round, self._service
         number = -1 if round_ is None else round_.round
         if service is None:
-            self._plan.post(events.SavesSettled(number))
+            self._setup.post(events.SavesSettled(number))
             return
         until = time.monotonic() + seconds
 
         def settle() -> None:
-            saving = service.keeping.record()["saving"]
+            saving = service.queue.record()["saving"]
             what = f"the save of step {saving}" if saving is not None else "what is in memory"
             with logged_wait(lambda passed: f"still writing out {what}, for {passed:.0f} s"):
                 settled = service.settle(number, until, holds)
-            self._plan.post(settled)
+            self._setup.post(settled)
             if any(one.writing for one in settled.held):
-                service.keeping.await_rest([one.uuid for one in settled.held])
-                self._plan.post(events.SavesSettled(number, held=service.held()))
+                service.queue.await_rest([one.uuid for one in settled.held])
+                self._setup.post(events.SavesSettled(number, held=service.held()))
 
         threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()
 
@@ -114,8 +114,8 @@ class AgentSaver:
         if service is not None:
             service.close(time.monotonic() + LAST_WAIT_S)
         with self._lock:
-            self._service = None  # not before: it gets reports of other nodes' shards
-        self.finishing.close()
+            self._service = None  # not before: it is sent reports of other nodes' shards
+        self.finisher.close()
 
     # ── others call ──────────────────────────────────────────────────────────────────────────────
 
@@ -127,7 +127,7 @@ class AgentSaver:
                 if connection is None and request.get("op") == "resumed":
                     requests.answer(request, self._resumed(request))
                 elif connection is None:
-                    connection = self._let_in(requests, request)
+                    connection = self._admit(requests, request)
                 else:
                     connection.serve(request)
         except Exception:
@@ -141,57 +141,57 @@ class AgentSaver:
         """Return the names of the stages that this agent still writes into; any thread may ask."""
         with self._lock:
             service = self._service
-        return () if service is None else service.keeping.unfinished()
+        return () if service is None else service.queue.unfinished()
 
     def record(self) -> SavesRecord | None:
         """Return what ``elaunch status`` shows of saves; None before the first."""
         with self._lock:
             service = self._service
-        return None if service is None else service.keeping.record()
+        return None if service is None else service.queue.record()
 
     # ── peers call (elaunch.agent.peers.peers.Receiver) ──────────────────────────────────────────
 
-    def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
+    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note that another node's shard is on the disk."""
-        said = json.loads(manifest)
-        self._served().keeping.sealed_elsewhere(stage, rank, int(said["world_size"]), manifest)
+        world_size = int(json.loads(manifest)["world_size"])
+        self._served().queue.written_elsewhere(stage, rank, world_size, manifest)
 
     def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
         """Note that another node's shard is being written still."""
-        self._served().keeping.writing_elsewhere(stage, rank, world_size)
+        self._served().queue.writing_elsewhere(stage, rank, world_size)
 
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
         """Note that another node's shard will not come."""
-        self._served().keeping.failed_elsewhere(stage, f"rank {rank}: {problem}")
+        self._served().queue.failed_elsewhere(stage, f"rank {rank}: {problem}")
 
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose shards of a checkpoint are in this agent's memory."""
         with self._lock:
             service = self._service
-        return [] if service is None else service.parts.held(wanted)
+        return [] if service is None else service.shards.held(wanted)
 
-    def serve_part(
+    def serve_shard(
         self, step: int, round_number: int, rank: int
-    ) -> tuple[Handed, memoryview] | None:
+    ) -> tuple[StagedShard, memoryview] | None:
         """Return a shard that is in this agent's memory; None if it is not."""
         with self._lock:
             service = self._service
-        return None if service is None else service.parts.serve(step, round_number, rank)
+        return None if service is None else service.shards.serve(step, round_number, rank)
 
-    def replica_room(self, handed: Handed) -> memoryview:
+    def replica_room(self, shard: StagedShard) -> memoryview:
         """Make room for a replica of another node's shard; SaveError if there is none."""
-        return self._served().replica_room(handed)
+        return self._served().replica_room(shard)
 
-    def replica_came(self, handed: Handed) -> None:
+    def replica_came(self, shard: StagedShard) -> None:
         """Keep a replica, which is whole."""
-        self._served().replica_came(handed)
+        self._served().replica_came(shard)
 
     def _resumed(self, request: Message) -> Mapping[str, Any]:
         with self._lock:
             service = self._service
         uuid = str(request.get("uuid"))
-        shards = [] if service is None else service.parts.handed(uuid)
-        return {"shards": [handed_to_json(handed) for handed in shards]}
+        shards = [] if service is None else service.shards.staged(uuid)
+        return {"shards": [shard_to_json(shard) for shard in shards]}
 
     def _served(self) -> SaverService:
         with self._lock:
@@ -200,21 +200,21 @@ class AgentSaver:
             raise SaveError("no worker of this node has saved anything")
         return service
 
-    def _let_in(self, requests: Requests, request: Message) -> SaverConnection | None:
-        """Answer a worker's first request; with what serves it from then on, if it is let in."""
+    def _admit(self, requests: Requests, request: Message) -> SaverConnection | None:
+        """Answer a worker's first request; return what serves it from then on, None if refused."""
         try:
-            service, round_ = self._admitted(request)
-            self._plan.post(events.SaverUsed(round_.round))
+            service, round_ = self._service_for(request)
+            self._setup.post(events.SaverUsed(round_.round))
             rank, local_rank = int(request["rank"]), int(request["local_rank"])
-            connection = service.let_in(requests, rank, local_rank, round_)
+            connection = service.admit(requests, rank, local_rank, round_)
         except (ElaunchError, OSError, ImportError) as error:
             requests.answer(request, {"error": str(error), "kind": "refused"})
             return None
         requests.answer(request, {})
         return connection
 
-    def _admitted(self, request: Message) -> tuple[SaverService, Round]:
-        """Return the service, made if need be, for a worker of the round that runs."""
+    def _service_for(self, request: Message) -> tuple[SaverService, Round]:
+        """Return the service, made if it is not there yet, for a worker of the round that runs."""
         with self._lock:
             problem = _refusal(request, self._round)
         if problem:
@@ -233,7 +233,7 @@ class AgentSaver:
         """
         with self._making:
             service = self._service or self._begin_service(place)
-        known = str(service.keeping.storage.place)
+        known = str(service.queue.storage.place)
         if known != place:
             raise SaveError(
                 f"this run's checkpoints are at {known}, not at {place}: a run has one directory"
@@ -243,7 +243,7 @@ class AgentSaver:
     def _begin_service(self, place: str) -> SaverService:
         from elaunch.agent.saver.service import SaverService  # jobs without saves do without
 
-        service = SaverService(self._plan, place, self._lived)
+        service = SaverService(self._setup, place, self._lived)
         with self._lock:
             if self._round is None:
                 raise SaveError("no round runs here")

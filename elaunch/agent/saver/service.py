@@ -1,14 +1,14 @@
-"""The saver at work: made when a run's first worker connects to it (elaunch.agent.saver.saver).
+"""The saver's service: made when a run's first worker asks for it (elaunch.agent.saver.saver).
 
 =================  ===============================================================================
 object             what it owns
 =================  ===============================================================================
-SaverConnection    one a worker: what it has begun, and how it is answered
+SaverConnection    one for each worker: its requests, and what it has begun
 CheckpointMemory   the memfds, within --checkpoint-memory
 Shards             what lies in them, and what other nodes have
 SaveQueue          the saves in flight, and the threads that write and commit
 Replicas           other nodes' shards on the way to this node's own disk (--checkpoint-local)
-RoundSurroundings  the fence, messages to other nodes, retention
+CommitRules  the fence, messages to other nodes, retention
 =================  ===============================================================================
 """
 
@@ -22,23 +22,23 @@ from typing import Any, Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.plan import SaverPlan
+from elaunch.agent.saver.queue import SaveQueue, Settled
 from elaunch.agent.saver.replicas import Replicas
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.shards import REPLICA, Shards
-from elaunch.agent.saver.surroundings import RoundSurroundings
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.checkpoint.writing.queue import SaveQueue, Settled
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards
 from elaunch.wire.local import Message, Requests
 from elaunch.wire.saver import (
-    Handed,
+    StagedShard,
     committed_from_json,
     committed_to_json,
     files_to_json,
-    handed_from_json,
+    shard_from_json,
 )
 
 PUSH_S = 300.0
@@ -46,7 +46,7 @@ PUSH_S = 300.0
 DRAIN_S = 5.0
 """Seconds at the end of a round for the connections of the workers, which have ended, to end."""
 
-SEALS_S = 5.0
+MANIFESTS_S = 5.0
 """Seconds at the end of a round for other nodes' manifests, where each has its own directory."""
 
 log = logging.getLogger("elaunch")
@@ -57,53 +57,53 @@ Answer = tuple[Mapping[str, Any], list[int]]
 class SaverService:
     """Owns memory, saves and connections; the loop calls begin, settle and close."""
 
-    def __init__(self, plan: SaverPlan, place: str, lived: Collection[int]) -> None:
-        self._plan = plan
-        self._storage = open_storage(place, plan.settings.checkpoint_local)
-        self._memory = CheckpointMemory(plan.settings.checkpoint_memory)
+    def __init__(self, setup: SaverSetup, place: str, lived: Collection[int]) -> None:
+        self._setup = setup
+        self._storage = open_storage(place, setup.settings.checkpoint_local)
+        self._memory = CheckpointMemory(setup.settings.checkpoint_memory)
         self._changed = threading.Condition()
         self._connections: dict[int, SaverConnection] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
         self._replicated: dict[str, str] = {}  # segment → uuid of the save that a neighbour has
-        self.parts = Shards(plan, self._memory, lived)
-        self.world = RoundSurroundings(plan, self._storage, self._released, self.parts.has_all)
-        self.keeping = SaveQueue(self._storage, self.world)
-        self._copies = Replicas(self._storage, self.keeping, self._memory)
-        self.world.on_commit = self._copies.committed
+        self.shards = Shards(setup, self._memory, lived)
+        self.rules = CommitRules(setup, self._storage, self._released, self.shards.has_all)
+        self.queue = SaveQueue(self._storage, self.rules)
+        self._replicas = Replicas(self._storage, self.queue, self._memory)
+        self.rules.on_commit = self._replicas.committed
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, round_: Round) -> None:
         """Serve the workers of this round, and go on with the save that it resumes from."""
         with self._changed:
-            self.world.begin(round_)
+            self.rules.begin(round_)
             old, self._connections = list(self._connections.values()), {}
         for connection in old:
             connection.close()
         adopted = "" if round_.checkpoint is None else round_.checkpoint.uuid
-        self.keeping.end_round(adopted)
-        self.parts.begin(round_)
+        self.queue.end_round(adopted)
+        self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"
             threading.Thread(target=self._go_on, args=(adopted,), name=name, daemon=True).start()
 
     def _go_on(self, uuid: str) -> None:
-        """Do what nodes that are gone have had to do for a save that the round resumes from."""
-        for handed, segment in self.parts.replicas():
-            if self.world.is_orphaned(handed):
-                self._write_replica(handed, segment)
+        """Go on with the save that the round resumes from, also for the nodes that are gone."""
+        for shard, segment in self.shards.replicas():
+            if self.rules.is_orphaned(shard):
+                self._write_replica(shard, segment)
         try:
-            self.keeping.send_again(uuid)
+            self.queue.send_manifests(uuid)
         except SaveError as error:
             log.warning("the save that this round resumes from: %s", error)
 
     def settle(self, number: int, until: float, holds: bool = False) -> events.SavesSettled:
-        """Bring to the disk what the workers, which have ended, have left; monotonic ``until``.
+        """Write what the workers, which have ended, have left in memory; monotonic ``until``.
 
         ``holds``: what the next round can load from memory is not waited for.
         """
-        self.keeping.wake()
+        self.queue.wake()
         with self._changed:
             # What they sent last may still be unread.
             drained = min(until, time.monotonic() + DRAIN_S)
@@ -113,53 +113,57 @@ class SaverService:
             connections = list(self._connections.values())
         for connection in connections:
             connection.close()
-        self.world.ending = True
+        self.rules.ending = True
         held = self.held() if holds else ()
-        self.world.decide(not held)
+        self.rules.decide(not held)
         if not held:
             replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
             replicas.start()
             replicas.join(max(0.0, until - time.monotonic()))
-        settled = self.keeping.settle(until, going_on={one.uuid for one in held})
-        if self._plan.settings.checkpoint_local:
+        settled = self.queue.settle(until, going_on={one.uuid for one in held})
+        if self._setup.settings.checkpoint_local:
             # Nobody can finish it later: each directory lacks what the other nodes have.
-            more = self.keeping.settle(min(until, time.monotonic() + SEALS_S), patient=True)
+            more = self.queue.settle(min(until, time.monotonic() + MANIFESTS_S), patient=True)
             done = (*settled.committed, *more.committed)
             settled = Settled(done, (*settled.lost, *more.lost))
-            self._copies.settle(until)
+            self._replicas.settle(until)
         names = tuple(done.name for done in settled.committed)
         return events.SavesSettled(number, names, settled.lost, self.held() if held else ())
 
     def held(self) -> tuple[HeldShards, ...]:
-        """Return what is in memory of saves that are not over, and that a round could load.
+        """Return the shards in memory of saves that are not over, and that a round could load.
 
-        They are of the round that was, or what it has resumed from itself.
+        These saves are of the round that has ended, or the one that it has resumed from itself.
         """
-        round_, saves, place = self.world.round, dict[Stage, list[Handed]](), self._storage.place
-        if not self._plan.loads_by_call(place):
+        round_, saves, place = (
+            self.rules.round,
+            dict[Stage, list[StagedShard]](),
+            self._storage.place,
+        )
+        if not self._setup.loads_by_call(place):
             return ()
-        for handed in self.parts.handed():
-            stage = handed.stage
+        for shard in self.shards.staged():
+            stage = shard.stage
             counts = round_ is not None and (stage.round == round_.round or round_.resumes(stage))
-            if counts and handed.loads and not handed.local and not self.keeping.is_over(stage):
-                saves.setdefault(stage, []).append(handed)
+            if counts and shard.loads and not shard.local and not self.queue.is_over(stage):
+                saves.setdefault(stage, []).append(shard)
         return tuple(
             HeldShards(
                 path=f"{place}/{stage.name if isinstance(place, str) else stage.final}",
                 step=stage.step,
                 round=stage.round,
                 uuid=stage.uuid,
-                world_size=shards[0].part.world_size,
-                ranks=tuple(sorted({handed.part.rank for handed in shards})),
-                writing=self.keeping.is_busy([stage.uuid]),
+                world_size=shards[0].header.world_size,
+                ranks=tuple(sorted({shard.header.rank for shard in shards})),
+                writing=self.queue.is_busy([stage.uuid]),
             )
             for stage, shards in saves.items()
         )
 
     def close(self, until: float) -> None:
-        """End; a save that only lacks shards of other nodes may get them until then."""
-        self.keeping.settle(until, patient=True)
-        self._copies.settle(until)
+        """End; saves that only lack shards of other nodes wait for them until ``until``."""
+        self.queue.settle(until, patient=True)
+        self._replicas.settle(until)
         with self._changed:
             connections = list(self._connections.values())
         for connection in connections:
@@ -168,12 +172,12 @@ class SaverService:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def let_in(
+    def admit(
         self, requests: Requests, rank: int, local_rank: int, round_: Round
     ) -> SaverConnection:
-        """Serve a worker of ``round_``, in place of one with its rank before.
+        """Serve a worker of ``round_``, in place of an earlier one with its rank.
 
-        Makes the directory this job's own when its rank 0 comes; SaveError if it is another's.
+        For rank 0 the directory is locked for this job; SaveError if another job has it.
         """
         connection = SaverConnection(
             self, requests, rank=rank, local_rank=local_rank, round_=round_.round
@@ -181,7 +185,7 @@ class SaverService:
         with self._changed:
             old = self._connections.get(rank)
             self._connections[rank] = connection
-        self.keeping.join(rank)
+        self.queue.join(rank)
         if old is not None:
             old.close()
         try:
@@ -192,10 +196,10 @@ class SaverService:
         return connection
 
     def _lock(self, connection: SaverConnection) -> None:
-        alone = self._plan.settings.checkpoint_local and connection.local_rank == 0
+        alone = self._setup.settings.checkpoint_local and connection.local_rank == 0
         if connection.rank == 0 or alone:
-            self._plan.finishing.lock(self._storage)
-            self._plan.finishing.tidy(self._storage)
+            self._setup.finisher.lock(self._storage)
+            self._setup.finisher.tidy(self._storage)
 
     def left(self, connection: SaverConnection) -> None:
         """Note that a worker's connection has ended."""
@@ -205,61 +209,61 @@ class SaverService:
                 del self._connections[connection.rank]
             self._changed.notify_all()
         if current:
-            self.keeping.leave(connection.rank)
+            self.queue.leave(connection.rank)
 
     def lend(self, connection: SaverConnection, size: int) -> Segment:
         """Return the worker's segment, of ``size`` bytes or more."""
         self._check_round(connection)
         name = _name(connection)
         before = self._memory.find(name)
-        if connection.begun:  # so have all ranks: no older shard is needed any more
-            self.parts.forget(name)
-            self.parts.forget_others(_worker_names(self.world.round))
+        if connection.begun:  # on all ranks: no older shard is needed any more
+            self.shards.forget(name)
+            self.shards.forget_others(_worker_names(self.rules.round))
         elif before is not None and self._is_held(name):
             if before.size >= size:
                 return before  # it is not written to before a save has begun
-            self.parts.keep_aside(name)
+            self.shards.keep_aside(name)
         segment = self._memory.lease(name, size)
         if segment is not before:
-            self.parts.forget(name)
+            self.shards.forget(name)
         return segment
 
     def _is_held(self, name: str) -> bool:
         """Whether a round may have to load what is in a segment."""
-        handed = self.parts.in_segment(name)
-        return handed is not None and handed.loads and not self.keeping.is_over(handed.stage)
+        shard = self.shards.in_segment(name)
+        return shard is not None and shard.loads and not self.queue.is_over(shard.stage)
 
     def begin_save(self, connection: SaverConnection, wait: bool, timeout: float | None) -> bool:
         """Wait for the save in flight."""
         self._check_round(connection)
         until = None if timeout is None else time.monotonic() + timeout
-        if not self.keeping.begin(connection.rank, wait, timeout):
+        if not self.queue.begin(connection.rank, wait, timeout):
             return False
         name = _name(connection)
         with self._changed:
             left = None if until is None else max(0.0, until - time.monotonic())
             return self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0)
 
-    def take(self, connection: SaverConnection, handed: Handed) -> Callable[[], None]:
+    def take(self, connection: SaverConnection, shard: StagedShard) -> Callable[[], None]:
         """Take over a shard, which is this agent's from here on, whatever becomes of its worker.
 
-        Returns what has it written: see ``SaveQueue.stage``.
+        Returns what starts its write: see ``SaveQueue.stage``.
         """
         self._check_round(connection)
         name = _name(connection)
         segment = self._memory.find(name)
-        problem = _unfit(connection, handed, segment, self._plan.settings.run_id)
+        problem = _unfit(connection, shard, segment, self._setup.settings.run_id)
         if problem or segment is None:
-            who = f"rank {connection.rank}'s part of {handed.stage.final}"
+            who = f"rank {connection.rank}'s part of {shard.stage.final}"
             raise SaveError(f"{who} is refused: {problem}")
         connection.begun = False
-        self.parts.keep(name, handed, segment)
-        write = self._write(handed, segment)
-        self._replicate(name, handed, segment)
-        return write
+        self.shards.keep(name, shard, segment)
+        start = self._write(shard, segment)
+        self._replicate(name, shard, segment)
+        return start
 
     def _check_round(self, connection: SaverConnection) -> None:
-        now = self.world.round
+        now = self.rules.round
         if now is None or connection.round != now.round:
             raise SaveError(
                 f"round {connection.round} is over"
@@ -267,39 +271,39 @@ class SaverService:
                 + "; what it saves counts no more"
             )
 
-    def _write(self, handed: Handed, segment: Segment) -> Callable[[], None]:
+    def _write(self, shard: StagedShard, segment: Segment) -> Callable[[], None]:
         self._memory.hold(segment)
         with self._changed:
-            self._reading[handed.stage.name, handed.part.rank] = segment
+            self._reading[shard.stage.name, shard.header.rank] = segment
         try:
-            return self.keeping.stage(handed, segment.view)
+            return self.queue.stage(shard, segment.view)
         except CheckpointError:
-            self._released(handed)
+            self._released(shard)
             raise
 
-    def _released(self, handed: Handed) -> None:
+    def _released(self, shard: StagedShard) -> None:
         with self._changed:
-            segment = self._reading.pop((handed.stage.name, handed.part.rank), None)
+            segment = self._reading.pop((shard.stage.name, shard.header.rank), None)
         if segment is not None:
             self._memory.release(segment)
 
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────
 
-    def _replicate(self, name: str, handed: Handed, segment: Segment) -> None:
-        peers, round_ = self._plan.peers, self.world.round
+    def _replicate(self, name: str, shard: StagedShard, segment: Segment) -> None:
+        peers, round_ = self._setup.peers, self.rules.round
         if peers is None or round_ is None or round_.plan is None:
             return
         own, nodes = round_.plan.node_rank(round_.name), len(round_.plan.nodes)
-        if not self._plan.settings.checkpoint_replicas or own is None or nodes < 2:
+        if not self._setup.settings.checkpoint_replicas or own is None or nodes < 2:
             return
         node_rank = (own + 1) % nodes
 
         def push() -> None:
             try:
-                peers.push_replica(node_rank, handed, segment.view, PUSH_S)
-                self._replicated[name] = handed.stage.uuid
+                peers.push_replica(node_rank, shard, segment.view, PUSH_S)
+                self._replicated[name] = shard.stage.uuid
             except (SaveError, OSError) as error:
-                log.warning("%s has no copy on another node: %s", handed.stage.final, error)
+                log.warning("%s has no copy on another node: %s", shard.stage.final, error)
             finally:
                 self._memory.release(segment)
                 with self._changed:
@@ -309,55 +313,55 @@ class SaverService:
         self._memory.hold(segment)
         with self._changed:
             self._pushing.add(name)
-        name_of_thread = f"replica of rank {handed.part.rank}"
-        threading.Thread(target=push, name=name_of_thread, daemon=True).start()
+        thread_name = f"replica of rank {shard.header.rank}"
+        threading.Thread(target=push, name=thread_name, daemon=True).start()
 
     def replicated(self, connection: SaverConnection) -> str:
         """Return the uuid of the worker's newest save whose shard a neighbour has, or ""."""
         return self._replicated.get(_name(connection), "")
 
     def _write_replicas(self) -> None:
-        """Write out the shards of other nodes that are not on the disk: those nodes may be gone."""
-        round_ = self.world.round
-        for handed, segment in self.parts.replicas():
-            if round_ is not None and handed.stage.round == round_.round:
-                self._write_replica(handed, segment)
+        """Write other nodes' shards that are not on the disk: those nodes may be gone."""
+        round_ = self.rules.round
+        for shard, segment in self.shards.replicas():
+            if round_ is not None and shard.stage.round == round_.round:
+                self._write_replica(shard, segment)
 
-    def _write_replica(self, handed: Handed, segment: Segment) -> None:
+    def _write_replica(self, shard: StagedShard, segment: Segment) -> None:
         try:
-            if self._is_lacking(handed):
-                self._write(handed, segment)()
+            if self._is_lacking(shard):
+                self._write(shard, segment)()
         except (CheckpointError, OSError) as error:
-            log.warning("the copy of rank %d's part: %s", handed.part.rank, error)
+            log.warning("the copy of rank %d's part: %s", shard.header.rank, error)
 
-    def _is_lacking(self, handed: Handed) -> bool:
-        if self._storage.holds(handed.stage.final, handed.stage.uuid):
+    def _is_lacking(self, shard: StagedShard) -> bool:
+        if self._storage.holds(shard.stage.final, shard.stage.uuid):
             return False
-        if handed.local and self.keeping.is_sealed(handed.stage, handed.part.rank):
-            return False  # a manifest of this node's would make another checkpoint of it
-        return handed.part.rank not in self._storage.manifests(handed.stage)
+        if shard.local and self.queue.is_written(shard.stage, shard.header.rank):
+            return False  # a second manifest of the rank would make another checkpoint of it
+        return shard.header.rank not in self._storage.manifests(shard.stage)
 
-    def replica_room(self, handed: Handed) -> memoryview:
+    def replica_room(self, shard: StagedShard) -> memoryview:
         """Make room for a replica; see ``Receiver``."""
-        name = f"{REPLICA}{handed.part.rank}"
-        self._copies.await_room(handed.part.rank)
-        self.parts.forget(name)
-        return self._memory.lease(name, handed.end).view
+        name = f"{REPLICA}{shard.header.rank}"
+        self._replicas.await_room(shard.header.rank)
+        self.shards.forget(name)
+        return self._memory.lease(name, shard.end).view
 
-    def replica_came(self, handed: Handed) -> None:
+    def replica_came(self, shard: StagedShard) -> None:
         """Keep a replica that is whole."""
-        name = f"{REPLICA}{handed.part.rank}"
+        name = f"{REPLICA}{shard.header.rank}"
         segment = self._memory.find(name)
         if segment is not None:
-            self.parts.keep(name, handed, segment)
-            if handed.local:
-                self._copies.came(handed, segment)
+            self.shards.keep(name, shard, segment)
+            if shard.local:
+                self._replicas.came(shard, segment)
 
 
 class SaverConnection:
-    """One worker that the saver has let in, in the thread that answers its requests.
+    """One worker that the saver serves, in the thread that answers its requests.
 
-    What was asked is done, also where the worker has ended meanwhile.
+    A request that was received is done, also where the worker has ended meanwhile.
     """
 
     def __init__(
@@ -367,20 +371,20 @@ class SaverConnection:
         self.local_rank = local_rank
         self.round = round_
         self.begun = False
-        self._afterwards: Callable[[], None] | None = None
+        self._after_answer: Callable[[], None] | None = None
         self._service = service
         self._requests = requests
 
     def close(self) -> None:
-        """Hang up; what has come is still done."""
+        """Hang up; requests that were received are still done."""
         self._requests.hang_up()
 
     def left(self) -> None:
-        """Note that the worker asks no more."""
+        """Note that no request comes any more."""
         self._service.left(self)
 
     def serve(self, request: Message) -> None:
-        """Do what is asked, and answer it."""
+        """Do what is requested, and answer."""
         files: Sequence[int] = ()
         answer: Mapping[str, Any]
         try:
@@ -392,64 +396,64 @@ class SaverConnection:
             answer = {"error": str(error), "kind": "timeout", "replicated": replicated}
         except (OSError, ValueError, LookupError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
-        afterwards, self._afterwards = self._afterwards, None
+        after_answer, self._after_answer = self._after_answer, None
         try:
             self._requests.answer(request, answer, files)
         finally:
-            if afterwards is not None:
-                afterwards()
+            if after_answer is not None:
+                after_answer()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def memory(self, said: Mapping[str, Any]) -> Answer:
+    def memory(self, request: Mapping[str, Any]) -> Answer:
         """Lend the worker its memory."""
-        segment = self._service.lend(self, int(said["size"]))
+        segment = self._service.lend(self, int(request["size"]))
         return {"size": segment.size}, [segment.fd]
 
-    def begin(self, said: Mapping[str, Any]) -> Answer:
-        """Have the worker wait for the save before."""
-        self.begun = self._service.begin_save(self, said["wait"] is True, said.get("timeout"))
+    def begin(self, request: Mapping[str, Any]) -> Answer:
+        """Have the worker wait for the save in flight, and begin the next."""
+        self.begun = self._service.begin_save(self, request["wait"] is True, request.get("timeout"))
         return self._last({"begun": self.begun})
 
-    def staged(self, said: Mapping[str, Any]) -> Answer:
+    def staged(self, request: Mapping[str, Any]) -> Answer:
         """Take over what the worker has left in its memory."""
-        self._afterwards = self._service.take(self, handed_from_json(said["handed"]))
+        self._after_answer = self._service.take(self, shard_from_json(request["handed"]))
         return self._last({})
 
-    def abandon(self, said: Mapping[str, Any]) -> Answer:
-        """Note that nothing comes of what was begun."""
+    def abandon(self, request: Mapping[str, Any]) -> Answer:
+        """Note that the worker stages nothing of what it has begun."""
         self.begun = False
-        stage = said.get("stage")
-        self._service.keeping.abandon(self.rank, None if stage is None else Stage(**stage))
+        stage = request.get("stage")
+        self._service.queue.abandon(self.rank, None if stage is None else Stage(**stage))
         return {}, []
 
-    def wait(self, said: Mapping[str, Any]) -> Answer:
+    def wait(self, request: Mapping[str, Any]) -> Answer:
         """Have the worker wait until its saves are on the disk."""
-        self._service.keeping.wait(self.rank, said.get("timeout"))
+        self._service.queue.wait(self.rank, request.get("timeout"))
         return self._last({})
 
-    def fence(self, said: Mapping[str, Any]) -> Answer:
+    def fence(self, request: Mapping[str, Any]) -> Answer:
         """Answer whether the worker's round is still the one."""
-        self._service.world.check_round(int(said["round"]))
+        self._service.rules.check_round(int(request["round"]))
         return {}, []
 
-    def committed(self, said: Mapping[str, Any]) -> Answer:
+    def committed(self, request: Mapping[str, Any]) -> Answer:
         """Count a checkpoint that the ranks have written and committed without the agent."""
-        done = committed_from_json(said["committed"])
+        done = committed_from_json(request["committed"])
         if done is not None:
-            self._service.keeping.committed_by_rank(done, float(said["took"]))
+            self._service.queue.committed_by_rank(done, float(request["took"]))
         return {}, []
 
-    def recall(self, said: Mapping[str, Any]) -> Answer:
-        """Show the worker what is in memory of a checkpoint."""
-        wanted = (int(said["step"]), int(said["round"]), str(said["uuid"]))
-        ranks = [int(rank) for rank in said["ranks"]]
-        found = self._service.parts.find(wanted, ranks, float(said["timeout"]))
-        parts = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
-        return {"parts": parts}, [segment.fd for _, segment in found.values()]
+    def recall(self, request: Mapping[str, Any]) -> Answer:
+        """Send the worker the shards of a checkpoint that are in memory."""
+        wanted = (int(request["step"]), int(request["round"]), str(request["uuid"]))
+        ranks = [int(rank) for rank in request["ranks"]]
+        found = self._service.shards.find(wanted, ranks, float(request["timeout"]))
+        rows = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
+        return {"parts": rows}, [segment.fd for _, segment in found.values()]
 
     def _last(self, fields: dict[str, Any]) -> Answer:
-        last, replicated = self._service.keeping.last(self.rank), self._service.replicated(self)
+        last, replicated = self._service.queue.last(self.rank), self._service.replicated(self)
         return {**fields, "committed": committed_to_json(last), "replicated": replicated}, []
 
 
@@ -474,18 +478,18 @@ def _worker_names(round_: Round | None) -> list[str]:
 
 
 def _unfit(
-    connection: SaverConnection, handed: Handed, segment: Segment | None, run_id: str
+    connection: SaverConnection, shard: StagedShard, segment: Segment | None, run_id: str
 ) -> str:
     """Return why a shard cannot be taken, or ""."""
     if not connection.begun:
         return "no save was begun"
     if segment is None:
         return "no memory was asked for"
-    if handed.part.rank != connection.rank or handed.stage.round != connection.round:
-        return f"it is of rank {handed.part.rank} and round {handed.stage.round}"
-    if handed.part.run_id != run_id:
-        return f"it is of run {handed.part.run_id}"
-    extents = [extent for _, pieces in handed.images for extent in pieces]
+    if shard.header.rank != connection.rank or shard.stage.round != connection.round:
+        return f"it is of rank {shard.header.rank} and round {shard.stage.round}"
+    if shard.header.run_id != run_id:
+        return f"it is of run {shard.header.run_id}"
+    extents = [extent for _, pieces in shard.images for extent in pieces]
     if any(at < 0 or size < 0 or at + size > segment.size for at, size in extents):
         return f"it lies beyond the {segment.size} bytes of its memory"
     return ""

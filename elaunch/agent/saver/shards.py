@@ -30,13 +30,13 @@ from typing import Final
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.plan import SaverPlan
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError
-from elaunch.wire.saver import Files, Handed
+from elaunch.wire.saver import Files, StagedShard
 
-Found = tuple[Files, Segment]
+FilesInMemory = tuple[Files, Segment]
 Wanted = tuple[int, int, str]  # step, round, uuid or ""
 
 REPLICA: Final = "replica "
@@ -51,7 +51,7 @@ class _Kept:
     rank: int
     files: Files
     segment: Segment
-    handed: Handed | None = None
+    shard: StagedShard | None = None
 
     def is_of(self, wanted: Wanted) -> bool:
         named = (self.stage.step, self.stage.round) == wanted[:2]
@@ -69,7 +69,7 @@ class _Asking:
     wanted: Wanted
     rank: int
     until: float
-    places: list[int]
+    nodes: list[int]
     answers: _Answers
 
 
@@ -79,8 +79,8 @@ class Shards:
     ``lived`` has the numbers of the rounds that this agent has been in, the one that runs included.
     """
 
-    def __init__(self, plan: SaverPlan, memory: CheckpointMemory, lived: Collection[int]) -> None:
-        self._peers = plan.peers
+    def __init__(self, setup: SaverSetup, memory: CheckpointMemory, lived: Collection[int]) -> None:
+        self._peers = setup.peers
         self._memory = memory
         self._lived = lived
         self._lock = threading.Condition()
@@ -95,22 +95,22 @@ class Shards:
     def begin(self, round_: Round) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save is copied."""
         with self._lock:
-            saved = {kept.stage.round for kept in self._kept.values() if kept.handed}
+            saved = {kept.stage.round for kept in self._kept.values() if kept.shard}
             self._rounds = {n: known for n, known in self._rounds.items() if n in saved}
             self._rounds[round_.round] = self._round = round_
             self._answers = {}
 
-    def keep(self, name: str, handed: Handed, segment: Segment) -> None:
+    def keep(self, name: str, shard: StagedShard, segment: Segment) -> None:
         """Note that ``segment``, called ``name``, holds this shard."""
-        kept = _Kept(handed.stage, handed.part.rank, handed.images, segment, handed)
+        kept = _Kept(shard.stage, shard.header.rank, shard.images, segment, shard)
         with self._lock:
             self._kept[name] = kept
 
-    def in_segment(self, name: str) -> Handed | None:
+    def in_segment(self, name: str) -> StagedShard | None:
         """Return the shard that is in the segment ``name``; None without one."""
         with self._lock:
             kept = self._kept.get(name)
-        return None if kept is None else kept.handed
+        return None if kept is None else kept.shard
 
     def forget(self, name: str) -> None:
         """Note that the segment is about to be written to."""
@@ -140,48 +140,52 @@ class Shards:
             self._memory.rename(name, aside)
             self._kept[aside] = kept
 
-    def handed(self, uuid: str = "") -> list[Handed]:
-        """Return the shards that are here and were handed over here, or came as replicas.
+    def staged(self, uuid: str = "") -> list[StagedShard]:
+        """Return the shards that were staged here, or came as replicas.
 
         ``uuid``: only those of that save.
         """
         with self._lock:
             kept = [one for one in self._kept.values() if uuid in ("", one.stage.uuid)]
-        return [one.handed for one in kept if one.handed is not None]
+        return [one.shard for one in kept if one.shard is not None]
 
     def has_all(self, stage: Stage) -> bool:
         """Whether every shard of a save is here."""
-        shards = self.handed(stage.uuid)
-        return bool(shards) and len({s.part.rank for s in shards}) == shards[0].part.world_size
+        shards = self.staged(stage.uuid)
+        return bool(shards) and len({s.header.rank for s in shards}) == shards[0].header.world_size
 
-    def replicas(self) -> list[tuple[Handed, Segment]]:
+    def replicas(self) -> list[tuple[StagedShard, Segment]]:
         """Return the shards that this agent keeps for others."""
         with self._lock:
             found = [k for n, k in self._kept.items() if n.startswith(REPLICA)]
-        return [(kept.handed, kept.segment) for kept in found if kept.handed is not None]
+        return [(kept.shard, kept.segment) for kept in found if kept.shard is not None]
 
-    def serve(self, step: int, round_number: int, rank: int) -> tuple[Handed, memoryview] | None:
+    def serve(
+        self, step: int, round_number: int, rank: int
+    ) -> tuple[StagedShard, memoryview] | None:
         """Return a shard that another node asks for; None if it is not here."""
         with self._lock:
             kept = self._local((step, round_number, ""), rank)
-        if kept is None or kept.handed is None:
+        if kept is None or kept.shard is None:
             return None
-        return kept.handed, kept.segment.view
+        return kept.shard, kept.segment.view
 
     def held(self, wanted: Wanted) -> list[int]:
         """Return the ranks whose shards another node can have from here."""
         with self._lock:
-            return sorted({k.rank for k in self._kept.values() if k.handed and k.is_of(wanted)})
+            return sorted({k.rank for k in self._kept.values() if k.shard and k.is_of(wanted)})
 
-    def find(self, wanted: Wanted, ranks: Collection[int], timeout: float) -> dict[int, Found]:
+    def find(
+        self, wanted: Wanted, ranks: Collection[int], timeout: float
+    ) -> dict[int, FilesInMemory]:
         """Return those of the shards that are here, or that other nodes send within ``timeout``."""
         until = time.monotonic() + timeout
         with self._lock:
             found = {rank: self._local(wanted, rank) for rank in ranks}
             asking = {
-                rank: _Asking(wanted, rank, until, places, self._answers)
+                rank: _Asking(wanted, rank, until, nodes, self._answers)
                 for rank, kept in found.items()
-                if kept is None and (places := self._holders(wanted, rank))
+                if kept is None and (nodes := self._holders(wanted, rank))
             }
         fetches = [partial(self._fetch, one) for one in asking.values()]
         found.update(zip(asking, at_once(fetches, FETCHED_AT_ONCE, "fetch"), strict=True))
@@ -202,7 +206,7 @@ class Shards:
                 return kept
             self._coming.add(coming)
         try:
-            for node_rank in asking.places:
+            for node_rank in asking.nodes:
                 if rank in self._held_by(node_rank, asking):
                     kept = self._fetch_from(node_rank, wanted, rank, until)
                 if kept is not None or time.monotonic() >= until:
@@ -219,19 +223,19 @@ class Shards:
         if self._peers is None or now is None or now.plan is None:
             return []
         nodes = now.plan.nodes
-        has_some = any(kept.handed and kept.is_of(wanted) for kept in self._kept.values())
+        has_some = any(kept.shard and kept.is_of(wanted) for kept in self._kept.values())
         then = self._rounds.get(number) if has_some else None
         if then is not None and then.plan is not None:
             before, old = then.plan.nodes, then.node_of(rank)
             names = [before[old].name, before[(old + 1) % len(before)].name]
-            places = [now.plan.node_rank(name) for name in names]
+            ranks = [now.plan.node_rank(name) for name in names]
         elif number in self._lived or number > now.round:
             return []
         else:
             first = now.node_of(rank)
-            places = [(first + more) % len(nodes) for more in range(len(nodes))]
+            ranks = [(first + more) % len(nodes) for more in range(len(nodes))]
         own = now.plan.node_rank(now.name)
-        return [place for place in places if place is not None and place != own]
+        return [one for one in ranks if one is not None and one != own]
 
     def _held_by(self, node_rank: int, asking: _Asking) -> list[int]:
         """Return the ranks whose shards a node has; it is asked once, for all workers here."""
@@ -260,7 +264,7 @@ class Shards:
 
         left = max(0.1, until - time.monotonic())
         try:
-            came = self._peers.fetch_part(node_rank, (step, round_number, rank), into, left)
+            came = self._peers.fetch_shard(node_rank, (step, round_number, rank), into, left)
         except (SaveError, OSError) as error:
             log.warning("rank %d's part is read from the disk: %s", rank, error)
             came = None

@@ -91,7 +91,7 @@ def check_files(
         check_size(file, regular_size(inside(path, file.path, "a manifest")))
     if not content:
         return
-    read = [file for file in unique if doubted or not _is_as_sealed(path, file)]
+    read = [file for file in unique if doubted or not _is_unchanged(path, file)]
     at_once([partial(_check_content, path, file) for file in read], _READERS, "verify")
 
 
@@ -174,7 +174,7 @@ def check_size(file: FileEntry, size: int) -> None:
         )
 
 
-def _is_as_sealed(path: Path, file: FileEntry) -> bool:
+def _is_unchanged(path: Path, file: FileEntry) -> bool:
     if file.mtime_ns is None:
         return False
     with open_regular(path / file.path) as opened:  # NFS asks its server at an open, not at a stat

@@ -109,7 +109,7 @@ def commit(
     try:
         contents = _gather(path, patience)
         documents = assemble(stage, contents, extra, time.time())
-        _check_sealed(path, documents, patience, local)
+        _check_as_listed(path, documents, patience, local)
         claim = _claim(path)
     except FileNotFoundError:
         return _outcome(root, stage)
@@ -155,7 +155,7 @@ def finish(
                 _clear(root, root / layout.STAGE / name, stage, too_late(stage, after))
                 continue
             if patience:
-                _await_sealed(root / layout.STAGE / name, begun, patience, local, stage)
+                _await_files(root / layout.STAGE / name, begun, patience, local, stage)
             done += _finish(root, root / layout.STAGE / name, stage, local)
         except OSError as error:
             # Unreadable now is not the same as incomplete: the next round tries again.
@@ -163,7 +163,7 @@ def finish(
     return sorted(done, key=lambda committed: committed.age)
 
 
-def _await_sealed(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:
+def _await_files(path: Path, begun: float, patience: float, local: bool, stage: Stage) -> None:
     """Wait until what other machines wrote into a stage is seen here, or the time is over."""
     missing = begun + min(patience, LATE_S) - time.monotonic()
     try:
@@ -244,11 +244,11 @@ def _gather(path: Path, patience: float) -> dict[int, bytes]:
         return read_stage(path)  # what is there: the error names what is not
 
 
-def _check_sealed(path: Path, documents: Documents, patience: float, local: bool) -> None:
+def _check_as_listed(path: Path, documents: Documents, patience: float, local: bool) -> None:
     """Raise SaveError unless the files are as the manifests have them, by size and time."""
     host = socket.gethostname()
     times: dict[str, set[int | None]] = {}
-    for rank, files in documents.sealed.items():
+    for rank, files in documents.listed.items():
         for file in files:
             # Another machine may know another time for the same file: not comparable.
             mtime = file.mtime_ns if documents.hosts[rank] == host else None
@@ -285,10 +285,10 @@ def _files_here(
     """
     if not local:
         return documents.kept
-    holders = Counter(file.path for files in documents.sealed.values() for file in files)
+    holders = Counter(file.path for files in documents.listed.values() for file in files)
     return {
         rank: files
-        for rank, files in documents.sealed.items()
+        for rank, files in documents.listed.items()
         if any(holders[file.path] == 1 and os.path.lexists(path / file.path) for file in files)
     }
 

@@ -4,10 +4,10 @@
 function              leaves
 ====================  ==============================================================================
 ``write_file``        a new file under a temporary name, written, fsynced, then renamed
-``seal_file``         a file that is there: fsynced, its checksum known
+``sync_file``         a file that is there: fsynced, its checksum known
 ``write_document``    a small file, like ``write_file``
 ``list_files``        (reads) what a script has written into a stage
-``move_in``           a sealed file in the stage, moved from a rank's own directory
+``move_in``           an fsynced file in the stage, moved from a rank's own directory
 ``sync_directory``    the directory's entries on the disk; ``sync_parents``: of all below it
 ``make_parents``      directories below one that must exist already
 ``read_patiently``    (reads) a file that another machine has just written
@@ -95,12 +95,12 @@ def _check_reserved(name: str, staged: bool) -> None:
         )
 
 
-def seal_files(directory: Path, files: Sequence[str], most: int) -> list[FileEntry]:
+def sync_files(directory: Path, files: Sequence[str], most: int) -> list[FileEntry]:
     """Fsync and checksum files below a directory, ``most`` of them at the same time.
 
     Raises OSError, or SaveError if one changes.
     """
-    return at_once([partial(seal_file, directory, file) for file in files], most, "seal")
+    return at_once([partial(sync_file, directory, file) for file in files], most, "sync")
 
 
 def move_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
@@ -127,7 +127,7 @@ def _copy_in(source: Path, stage: Path, file: FileEntry) -> FileEntry:
     temporary = target.with_name(temporary_name())
     try:
         shutil.copyfile(source / file.path, temporary, follow_symlinks=False)
-        copied = seal_file(stage, str(temporary.relative_to(stage)))
+        copied = sync_file(stage, str(temporary.relative_to(stage)))
         if copied.checksum != file.checksum:
             raise SaveError(f"{file.path} was changed while it was copied into the checkpoint")
         os.replace(temporary, target)
@@ -197,7 +197,7 @@ def write_document(path: Path, content: bytes) -> None:
     write_file(path.parent, path.name, [content])
 
 
-def seal_file(directory: Path, relative: str) -> FileEntry:
+def sync_file(directory: Path, relative: str) -> FileEntry:
     """Fsync a regular file and return its entry; SaveError if it changes meanwhile."""
     path = directory / relative
     with open_regular(path) as file, naming(path):

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.ownership import DirectoryLock, Origin, claim_directory
-from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.atonce import at_once
@@ -40,15 +40,20 @@ from elaunch.checkpoint.storage.durable import (
     make_parents,
     move_in,
     read_patiently,
-    seal_files,
     sync_directory,
+    sync_files,
     sync_parents,
     write_document,
     write_file,
 )
 from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.writing.assemble import choose, in_the_way
-from elaunch.checkpoint.writing.manifests import FileEntry, check_metadata, check_path, seal
+from elaunch.checkpoint.writing.manifests import (
+    FileEntry,
+    check_metadata,
+    check_path,
+    encode_checked,
+)
 from elaunch.errors import CheckpointError, SaveError
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -124,33 +129,33 @@ class PosixStorage:
             path.mkdir(exist_ok=True)
         return path
 
-    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
+    def write_shard(self, stage: Stage, header: ShardHeader, images: Sequence[Image]) -> bytes:
         """Write a rank's files and its manifest."""
         paths = [check_path(image.path) for image in images]
-        check_metadata(part.metadata)
+        check_metadata(header.metadata)
         path = self.open_stage(stage)
-        with self._must_stay(stage, part):
+        with self._must_stay(stage, header):
             for relative in paths:
                 make_parents(path, relative)
             calls = [
                 partial(write_file, path, image.path, image.pieces, image.pace) for image in images
             ]
             files = at_once(calls, _WRITERS, "checkpoint")
-            return self._put_manifest(path, stage, part, files)
+            return self._put_manifest(path, stage, header, files)
 
-    def seal(
-        self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
+    def write_manifest(
+        self, stage: Stage, header: ShardHeader, files: Sequence[str], below: Path | None = None
     ) -> bytes:
         """Write the manifest of files in the stage, or in ``below``: those are moved into it."""
         for relative in files:
             check_path(relative)
-        check_metadata(part.metadata)
+        check_metadata(header.metadata)
         path = committing.stage_path(self._root, stage)
-        with self._must_stay(stage, part):
-            sealed = seal_files(below or path, files, _WRITERS)
+        with self._must_stay(stage, header):
+            entries = sync_files(below or path, files, _WRITERS)
             if below is not None:
-                sealed = [move_in(below, path, file) for file in sealed]
-            return self._put_manifest(path, stage, part, sealed)
+                entries = [move_in(below, path, file) for file in entries]
+            return self._put_manifest(path, stage, header, entries)
 
     def adopt(self, stage: Stage, manifests: Mapping[int, bytes]) -> None:
         """Put the manifests of other nodes' ranks into the stage, where each node has its own."""
@@ -301,19 +306,19 @@ class PosixStorage:
             raise SaveError(lost) from None
 
     def _put_manifest(
-        self, path: Path, stage: Stage, part: Part, files: Sequence[FileEntry]
+        self, path: Path, stage: Stage, header: ShardHeader, files: Sequence[FileEntry]
     ) -> bytes:
         """Put the directories and then the manifest on the disk."""
         sync_parents(path, [file.path for file in files])
-        if part.copied:
+        if header.copied:
             files = [replace(file, mtime_ns=None) for file in files]
-        content = seal(stage, part, files)
-        write_document(path / layout.manifest_name(part.rank), content)
+        content = encode_checked(stage, header, files)
+        write_document(path / layout.manifest_name(header.rank), content)
         sync_directory(path)
         return content
 
     @contextmanager
-    def _must_stay(self, stage: Stage, part: Part) -> Iterator[None]:
+    def _must_stay(self, stage: Stage, header: ShardHeader) -> Iterator[None]:
         """Make a SaveError of what happens when the stage is taken away while it is written."""
         path = committing.stage_path(self._root, stage)
         try:
@@ -327,10 +332,10 @@ class PosixStorage:
                 raise
             if there:
                 raise SaveError(
-                    f"rank {part.rank} has a file where another has a directory, or the other way"
+                    f"rank {header.rank} has a file where another has a directory, or the other way"
                     f" round: {error.filename2 or error.filename}"
                 ) from None
             raise SaveError(
-                f"{path} was removed while rank {part.rank} wrote into it: the save was given up,"
+                f"{path} was removed while rank {header.rank} wrote into it: the save was given up,"
                 " or its round is over"
             ) from None

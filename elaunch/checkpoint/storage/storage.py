@@ -6,11 +6,11 @@ step of a save    who does what
 ``prepare``       one process, once per job: the directory and ``run.json``
 ``lock``          the process that decides here holds it while the job lives
 ``open_stage``    every writer: the place for its files
-``write_part``    every rank, or its agent for it: its files, fsync, its manifest
-``seal``          the same for files that a script has written itself
+``write_shard``    every rank, or its agent for it: its files, fsync, its manifest
+``write_manifest``    the same for files that a script has written itself
 ``commit``        one process, when all manifests are there: checks, fence, COMMIT, rename
 ``finish_stages`` the process that chooses the next round's checkpoint: commits stages that are
-                  complete though their committer has died, clears the others
+                  complete though the process that was to commit has died, clears the others
 ================  ================================================================================
 
 A checkpoint that readers see has all its files, and they are on the disk. Nothing is ever written
@@ -24,28 +24,28 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 
 __all__ = [
     "Committed",
     "Image",
     "Location",
-    "Part",
     "ReadBefore",
+    "ShardHeader",
     "Stage",
     "Storage",
     "open_storage",
 ]
 
 
-class Closeable(Protocol):
-    """What ``Storage.lock`` returns."""
+class StorageLock(Protocol):
+    """The lock that ``Storage.lock`` returns."""
 
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""
 
-    def say_who(self, job: str) -> None:
-        """Write into the lock that ``job`` has it, as for ``Storage.lock``."""
+    def write_holder(self, job: str) -> None:
+        """Write into the lock's file that ``job`` has it, as for ``Storage.lock``."""
 
 
 class Storage(Protocol):
@@ -65,7 +65,7 @@ class Storage(Protocol):
         too, has the directory; an id that was made up may be replaced by any.
         """
 
-    def lock(self, job: str = "") -> Closeable:
+    def lock(self, job: str = "") -> StorageLock:
         """Take the directory for this job; SaveError names who has it. No lock on URLs.
 
         ``job`` is the incarnation id by which other agents of the same job know that it is theirs.
@@ -75,22 +75,22 @@ class Storage(Protocol):
         """Return the local directory to write into; any process of the save, any number of times.
 
         With ``rank`` it is a directory that this rank has for itself, so that two ranks that write
-        different files under one name are found out: give it to ``own_files`` and ``seal`` as
-        ``below``. On a URL it is a temporary directory of this process. Raises SaveError if a
-        checkpoint of that step and round is committed, or if the directory of :meth:`prepare` is
-        gone or another one, which later calls raise, too.
+        different files under one name are found out: give it as ``below`` to ``own_files`` and
+        ``write_manifest``. On a URL it is a temporary directory of this process. Raises SaveError
+        if a checkpoint of that step and round is committed, or if the directory of :meth:`prepare`
+        is gone or another one, which later calls raise, too.
         """
 
-    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
+    def write_shard(self, stage: Stage, header: ShardHeader, images: Sequence[Image]) -> bytes:
         """Write, fsync and checksum a rank's files, then its manifest; return the manifest's bytes.
 
         Raises CheckpointError for paths that cannot be, SaveError if the stage is gone.
         """
 
-    def seal(
-        self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
+    def write_manifest(
+        self, stage: Stage, header: ShardHeader, files: Sequence[str], below: Path | None = None
     ) -> bytes:
-        """Fsync and checksum files that were written into ``open_stage``; else as ``write_part``.
+        """Fsync and checksum files that were written into ``open_stage``; else as ``write_shard``.
 
         ``below``: they are in this directory, wherever it is, and are moved into the stage (copied
         from another file system). The files may not change any more. Another rank may list the same

@@ -31,10 +31,10 @@ from typing import Any
 from elaunch.checkpoint import layout, ownership
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.ownership import NoLock
-from elaunch.checkpoint.records import Committed, Image, Location, Part, ReadBefore, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.durable import list_files, seal_files
+from elaunch.checkpoint.storage.durable import list_files, sync_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.storage.objects import Objects, name_in
 from elaunch.checkpoint.writing.assemble import (
@@ -51,8 +51,8 @@ from elaunch.checkpoint.writing.manifests import (
     check_metadata,
     check_path,
     dump,
+    encode_checked,
     schema_checked,
-    seal,
 )
 from elaunch.errors import CheckpointError, SaveError
 
@@ -103,30 +103,30 @@ class ObjectStorage:
         path.mkdir(exist_ok=True)
         return path
 
-    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
+    def write_shard(self, stage: Stage, header: ShardHeader, images: Sequence[Image]) -> bytes:
         """Put a rank's files and its manifest."""
         for image in images:
             check_path(image.path)
-        check_metadata(part.metadata)
+        check_metadata(header.metadata)
         self._refuse_other(stage)
         files = [self._objects.write(stage.name, image) for image in images]
-        content = seal(stage, part, files)
-        self._objects.put(f"{stage.name}/{layout.manifest_name(part.rank)}", content)
+        content = encode_checked(stage, header, files)
+        self._objects.put(f"{stage.name}/{layout.manifest_name(header.rank)}", content)
         return content
 
-    def seal(
-        self, stage: Stage, part: Part, files: Sequence[str], below: Path | None = None
+    def write_manifest(
+        self, stage: Stage, header: ShardHeader, files: Sequence[str], below: Path | None = None
     ) -> bytes:
         """Checksum and put files that lie in the stage's local directory, or in ``below``."""
         for relative in files:
             check_path(relative)
-        check_metadata(part.metadata)
+        check_metadata(header.metadata)
         directory = below or self.open_stage(stage)
-        sealed = seal_files(directory, files, _READERS)
-        content = seal(stage, part, sealed)
+        entries = sync_files(directory, files, _READERS)
+        content = encode_checked(stage, header, entries)
         if files:
             self._objects.upload(stage.name, directory, files)
-        self._objects.put(f"{stage.name}/{layout.manifest_name(part.rank)}", content)
+        self._objects.put(f"{stage.name}/{layout.manifest_name(header.rank)}", content)
         ours = self._local.get(stage.name)
         if ours is not None and directory.is_relative_to(ours.name):
             for relative in files:

@@ -1,8 +1,7 @@
-"""From shards in memory to a checkpoint that readers see, in the background.
+"""What a save writes beside the files themselves, and how fast.
 
-``queue`` writes shards and commits the stage when all have come; ``inflight`` knows which have,
-``pace`` how hard to push the disk. What each rank wrote is in its manifest (``manifests``), and
-``assemble`` makes the checkpoint's documents of them all.
+What each rank wrote is in its manifest (``manifests``), and ``assemble`` makes the checkpoint's
+documents of them all. ``pace`` is the speed at which a shard is written beside a training.
 """
 
-__all__ = ["assemble", "manifests", "pace", "queue"]
+__all__ = ["assemble", "manifests", "pace"]

@@ -149,13 +149,13 @@ class Documents:
     """What a commit writes.
 
     ``manifests`` are the bytes by rank, those of ``rewritten`` ranks differ from what was there:
-    a file that several ranks listed is left to the lowest of them. ``sealed`` is rank → the files
-    that it listed, ``kept`` those that are left to it.
+    a file that several ranks listed is left to the lowest of them. ``listed`` is rank → the files
+    in its manifest, ``kept`` those that are left to it.
     """
 
     manifests: Mapping[int, bytes]
     rewritten: frozenset[int]
-    sealed: Mapping[int, tuple[FileEntry, ...]]
+    listed: Mapping[int, tuple[FileEntry, ...]]
     kept: Mapping[int, tuple[FileEntry, ...]]
     hosts: Mapping[int, str]
     metadata: bytes
@@ -167,14 +167,14 @@ def is_complete(contents: Mapping[int, bytes]) -> bool:
     if not contents:
         return False
     first = decode(contents[min(contents)], min(contents))
-    return len(contents) == first.part.world_size == max(contents) + 1
+    return len(contents) == first.header.world_size == max(contents) + 1
 
 
 def is_foreign(contents: Mapping[int, bytes], run_id: str | None) -> bool:
     """Tell whether one of these manifests is of another run; CheckpointError if it is damaged."""
     if run_id is None:
         return False
-    return any(decode(content, rank).part.run_id != run_id for rank, content in contents.items())
+    return any(decode(content, rank).header.run_id != run_id for rank, content in contents.items())
 
 
 def assemble(
@@ -188,7 +188,7 @@ def assemble(
     """
     read = {rank: decode(contents[rank], rank) for rank in sorted(contents)}
     world_size, run_id = _check_ranks(stage, read)
-    metadata = merge_metadata({rank: manifest.part.metadata for rank, manifest in read.items()})
+    metadata = merge_metadata({rank: manifest.header.metadata for rank, manifest in read.items()})
     _check_steps(stage, metadata)
     keepers = merge_files(
         {rank: {f.path: (f.size, f.checksum) for f in m.files} for rank, m in read.items()}
@@ -205,10 +205,10 @@ def assemble(
     }
     rewritten = frozenset(rank for rank in read if len(kept[rank]) < len(read[rank].files))
     manifests = {
-        rank: encode(stage, read[rank].part, kept[rank]) if rank in rewritten else content
+        rank: encode(stage, read[rank].header, kept[rank]) if rank in rewritten else content
         for rank, content in contents.items()
     }
-    hosts = {rank: manifest.part.host for rank, manifest in read.items()}
+    hosts = {rank: manifest.header.host for rank, manifest in read.items()}
     document = {
         **_measured(extra, now),
         "schema": layout.SCHEMA,
@@ -225,8 +225,8 @@ def assemble(
     described = dump(document)
     total = layout.digest({layout.manifest_name(r): content for r, content in manifests.items()})
     commit = {"schema": layout.SCHEMA, "digest": total, "metadata": layout.checksum(described)}
-    sealed = {rank: manifest.files for rank, manifest in read.items()}
-    return Documents(manifests, rewritten, sealed, kept, hosts, described, dump(commit))
+    listed = {rank: manifest.files for rank, manifest in read.items()}
+    return Documents(manifests, rewritten, listed, kept, hosts, described, dump(commit))
 
 
 def _measured(extra: Mapping[str, Any], now: float) -> dict[str, Any]:
@@ -248,13 +248,13 @@ def _check_ranks(stage: Stage, read: Mapping[int, Manifest]) -> tuple[int, str]:
                 f"not committed: rank {rank} has sealed {manifest.stage.name}, not {stage.name}"
             )
         for what in ("world_size", "run_id"):
-            here, there = getattr(manifest.part, what), getattr(first.part, what)
+            here, there = getattr(manifest.header, what), getattr(first.header, what)
             if here != there:
                 raise SaveError(
-                    f"not committed: {what} is {there!r} for rank {first.part.rank}"
+                    f"not committed: {what} is {there!r} for rank {first.header.rank}"
                     f" and {here!r} for rank {rank}"
                 )
-    world_size = first.part.world_size
+    world_size = first.header.world_size
     if surplus := [rank for rank in read if rank >= world_size]:
         raise SaveError(f"not committed: rank {surplus[0]} of a world of {world_size} has sealed")
     absent = (str(rank) for rank in range(world_size) if rank not in read)
@@ -265,7 +265,7 @@ def _check_ranks(stage: Stage, read: Mapping[int, Manifest]) -> tuple[int, str]:
             f"not committed: parts are missing, of rank {', '.join(missing)}{more}"
             f" (world size {world_size})"
         )
-    return world_size, first.part.run_id
+    return world_size, first.header.run_id
 
 
 def _check_steps(stage: Stage, metadata: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ function            does
 ==================  ================================================================================
 ``check_path``      refuses a file's name that cannot be a user's
 ``check_metadata``  refuses what would not come back from JSON as it was
-``seal``            makes the bytes of a manifest
+``encode_checked``  makes the bytes of a manifest
 ``decode``          reads them; refuses a manifest that is damaged
 ``entries``         reads the list of files only, as verification needs it
 ==================  ================================================================================
@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.checksums import is_known
 from elaunch.checkpoint.storage.files import inside, parse_json, shown, whole_number
 from elaunch.errors import CheckpointError
@@ -47,7 +47,7 @@ class Manifest:
     """One rank's manifest, read."""
 
     stage: Stage
-    part: Part
+    header: ShardHeader
     files: tuple[FileEntry, ...]
 
 
@@ -97,31 +97,31 @@ def _check_value(value: object, where: str) -> None:
         )
 
 
-def seal(stage: Stage, part: Part, files: Sequence[FileEntry]) -> bytes:
+def encode_checked(stage: Stage, header: ShardHeader, files: Sequence[FileEntry]) -> bytes:
     """Return the bytes of a rank's manifest; CheckpointError for what cannot be written."""
-    check_metadata(part.metadata)
-    if not 0 <= part.rank < part.world_size:
-        raise CheckpointError(f"rank {part.rank} is not below the world size {part.world_size}")
+    check_metadata(header.metadata)
+    if not 0 <= header.rank < header.world_size:
+        raise CheckpointError(f"rank {header.rank} is not below the world size {header.world_size}")
     paths = [check_path(file.path) for file in files]
     twice = sorted(path for path, count in Counter(paths).items() if count > 1)
     if twice:
-        raise CheckpointError(f"rank {part.rank} gives more than one file called {twice[0]!r}")
-    return encode(stage, part, files)
+        raise CheckpointError(f"rank {header.rank} gives more than one file called {twice[0]!r}")
+    return encode(stage, header, files)
 
 
-def encode(stage: Stage, part: Part, files: Sequence[FileEntry]) -> bytes:
+def encode(stage: Stage, header: ShardHeader, files: Sequence[FileEntry]) -> bytes:
     """Return the bytes of a manifest whose content was checked before."""
     document = {
         "schema": layout.SCHEMA,
-        "rank": part.rank,
-        "world_size": part.world_size,
+        "rank": header.rank,
+        "world_size": header.world_size,
         "step": stage.step,
         "round": stage.round,
-        "run_id": part.run_id,
+        "run_id": header.run_id,
         "uuid": stage.uuid,
-        "host": part.host,
-        "pid": part.pid,
-        "metadata": part.metadata,
+        "host": header.host,
+        "pid": header.pid,
+        "metadata": header.metadata,
         "files": [_described(file) for file in files],
     }
     return dump(document)
@@ -154,7 +154,7 @@ def decode(content: bytes, rank: int) -> Manifest:
         raise CheckpointError(f"{name}: metadata is {shown(metadata)}, no object")
     if numbers["rank"] != rank:
         raise CheckpointError(f"{name} says it is of rank {numbers['rank']}")
-    part = Part(
+    header = ShardHeader(
         rank,
         numbers["world_size"],
         str(words["run_id"]),
@@ -163,7 +163,7 @@ def decode(content: bytes, rank: int) -> Manifest:
         numbers["pid"],
     )
     stage = Stage(numbers["step"], numbers["round"], str(words["uuid"]))
-    return Manifest(stage, part, entries(document, name))
+    return Manifest(stage, header, entries(document, name))
 
 
 def entries(document: Mapping[str, Any], name: str) -> tuple[FileEntry, ...]:

@@ -35,7 +35,7 @@ class Pace:
     def __init__(self) -> None:
         self.moved = time.monotonic()
         self._slow = threading.Event()
-        self._led = False
+        self._supervised = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     @property
@@ -43,9 +43,9 @@ class Pace:
         """Whether the low priority was given up."""
         return self._slow.is_set()
 
-    def lead(self, work: Callable[[], object]) -> None:
+    def supervise(self, work: Callable[[], object]) -> None:
         """Do ``work`` in a thread of low priority, and the steps too slow for it beside it."""
-        self._led = True
+        self._supervised = True
 
         def behind() -> None:
             try:
@@ -74,7 +74,7 @@ class Pace:
         for size in steps:
             self.moved, written = time.monotonic(), written + size
             seconds = self.moved - begun
-            if self._led and seconds >= LOOK_S:
+            if self._supervised and seconds >= LOOK_S:
                 if written < ENOUGH * seconds:
                     self._slow.set()
                 begun, written = self.moved, 0

@@ -48,9 +48,9 @@ from elaunch.training.checkpoint.store import (
     documented,
     finish,
     flush,
+    header_of,
     keep_by_rule,
     new_stage,
-    part_of,
     writing,
 )
 from elaunch.training.checkpoint.together import agree, in_words
@@ -103,26 +103,26 @@ def _commit_staged(parts: CallContext, root: Path, stage: Stage, saving: Saving)
         discard(parts, stage, agreed=False)
         raise
 
-    def seal() -> bytes:
+    def write() -> bytes:
         files = parts.storage.own_files(stage) if lists else []
-        return parts.storage.seal(stage, part_of(parts, saving), files)
+        return parts.storage.write_manifest(stage, header_of(parts, saving), files)
 
     parts.known.staged.pop(str(root))
-    return finish(parts, saving, stage, seal)
+    return finish(parts, saving, stage, write)
 
 
 def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed:
     leads = _leads(parts, source, saving)
     stage = begin(parts, saving)
 
-    def seal() -> bytes:
+    def write() -> bytes:
         files: list[str] = []
         own = parts.storage.open_stage(stage, parts.rank)
         if leads:
             files = _link(source, own)
-        return parts.storage.seal(stage, part_of(parts, saving), files, below=own)
+        return parts.storage.write_manifest(stage, header_of(parts, saving), files, below=own)
 
-    committed = finish(parts, saving, stage, seal)
+    committed = finish(parts, saving, stage, write)
     if leads:
         _remove(source)
     # A rank that writes to the same path again must not meet its removal.
@@ -237,7 +237,7 @@ def store_alone(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]
         with _as_save_error(called(saving, stage)):
             flush(parts)
             files = parts.storage.own_files(stage, below=path)  # nothing of elaunch's is there yet
-            parts.storage.seal(stage, part_of(parts, saving, writers=1), files)
+            parts.storage.write_manifest(stage, header_of(parts, saving, writers=1), files)
             committed = commit_alone(parts, stage, documented(parts, stage, {}))
     except BaseException:
         discard(parts, stage, agreed=True)
@@ -273,11 +273,11 @@ def store_together(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, s
         raise
     storage = parts.storage
 
-    def seal() -> bytes:
+    def write() -> bytes:
         files = storage.own_files(stage, below=own)
-        return storage.seal(stage, part_of(parts, saving), files, below=own)
+        return storage.write_manifest(stage, header_of(parts, saving), files, below=own)
 
-    finish(parts, saving, stage, seal)
+    finish(parts, saving, stage, write)
 
 
 def _tell_others(parts: CallContext, saving: Saving, stage: Stage, error: Exception) -> None:

@@ -87,32 +87,32 @@ def _in_memory(
     ALL ranks call it together; the first of each node asks its agent.
     """
     from elaunch.checkpoint.writing.assemble import describe, merge_metadata
-    from elaunch.wire.saver import ANSWER_S, Handed, handed_from_json
+    from elaunch.wire.saver import ANSWER_S, StagedShard, shard_from_json
 
-    mine, problem = list[Handed](), ""
+    mine, problem = list[StagedShard](), ""
     if distributed.local_rank == 0 and link is not None:
         try:
             answer, _ = link.ask("resumed", ANSWER_S, uuid=uuid)
-            mine = [handed_from_json(shard) for shard in answer["shards"]]
+            mine = [shard_from_json(shard) for shard in answer["shards"]]
         except (OSError, ValueError, KeyError) as error:
             problem = f"rank {distributed.rank}: what its agent has in memory: {error}"
-    everyone: list[tuple[list[Handed], str]] = distributed.allgather((mine, problem))
+    everyone: list[tuple[list[StagedShard], str]] = distributed.allgather((mine, problem))
     if problem := next((one for _, one in everyone if one), ""):
         return Decided(problem=problem)
-    shards = {handed.part.rank: handed for theirs, _ in everyone for handed in theirs}
+    shards = {shard.header.rank: shard for theirs, _ in everyone for shard in theirs}
     lead = shards.get(0)
-    if lead is None or len(shards) != lead.part.world_size:
+    if lead is None or len(shards) != lead.header.world_size:
         return None  # an agent is gone since; it may be on the disk
-    metadata = merge_metadata({rank: handed.part.metadata for rank, handed in shards.items()})
+    metadata = merge_metadata({rank: shard.header.metadata for rank, shard in shards.items()})
     document = {
         **lead.extra,
         "step": lead.stage.step,
         "round": lead.stage.round,
         "uuid": uuid,
-        "run_id": lead.part.run_id,
-        "world_size": lead.part.world_size,
+        "run_id": lead.header.run_id,
+        "world_size": lead.header.world_size,
         "metadata": metadata,
-        "size": sum(handed.size for handed in shards.values()),
+        "size": sum(shard.size for shard in shards.values()),
     }
     assert info.resume_from is not None  # named with its uuid
     return Decided(describe(info.resume_from, lead.stage.final, document))

@@ -123,8 +123,8 @@ class _Loading:
         self._timeout = timeout
         self._recalls = recalls
         # A copy of what is at a URL was compared when it was fetched.
-        is_sealed = isinstance(found.place, Path) and not restoring.is_foreign(found)
-        self._source = Source(found.place, Path(found.place) if is_sealed else None)
+        has_manifests = isinstance(found.place, Path) and not restoring.is_foreign(found)
+        self._source = Source(found.place, Path(found.place) if has_manifests else None)
         stack.callback(self._source.close)
 
     def look(self) -> bytes:

@@ -48,7 +48,7 @@ from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import Captured, Values, capture, slots_for
 from elaunch.training.checkpoint.together import together
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
@@ -396,7 +396,7 @@ def _write(parts: CallContext, saving: Saving, stage: Stage, files: list[Image])
     sized = dataclasses.replace(saving, size=sum(image.size for image in files))
 
     def write(stage: Stage) -> bytes:
-        return parts.storage.write_part(stage, store.part_of(parts, sized), files)
+        return parts.storage.write_shard(stage, store.header_of(parts, sized), files)
 
     return store.save_together(parts, sized, write, stage=stage)
 
@@ -472,7 +472,7 @@ def _behind(content: imaging.Content) -> int:
 
 def _copied(
     parts: CallContext, saving: Saving, stage: Stage, filled: Filled, memory: memoryview
-) -> Handed:
+) -> StagedShard:
     """Copy this rank's shard into its agent's memory, and return what lies there."""
     started, begun = time.time(), time.monotonic()
     content, metadata = filled
@@ -488,9 +488,9 @@ def _copied(
     durations = {"copy": round(time.monotonic() - begun, 6)}
     document = store.documented(parts, stage, {"started": started, "durations": durations})
     document.pop("committed", None)  # it is not, yet
-    return Handed(
+    return StagedShard(
         stage,
-        store.part_of(parts, saving),
+        store.header_of(parts, saving),
         tuple(files),
         document,
         None if saving.keep is None else dataclasses.asdict(saving.keep),

@@ -31,7 +31,7 @@ from typing import Any, Final
 from elaunch import __version__, text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import delete, readers, shelves
-from elaunch.checkpoint.storage.storage import Committed, Part, Stage, Storage
+from elaunch.checkpoint.storage.storage import Committed, ShardHeader, Stage, Storage
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
@@ -100,18 +100,18 @@ def finish(
     parts: CallContext,
     saving: Saving,
     stage: Stage,
-    seal: Callable[[], bytes | None],
+    write: Callable[[], bytes | None],
     extra: Mapping[str, Any] | None = None,
 ) -> Committed:
     """Have each rank write its manifest, then commit the stage; return what was committed.
 
-    ALL ranks call it together. ``seal()`` writes what is still to be written of this rank's shard,
+    ALL ranks call it together. ``write()`` writes what is still to be written of this rank's shard,
     and returns its manifest. Raises as :func:`save_together`; the stage is gone then.
     """
     try:
         with together(parts.distributed, writing(saving, stage), saving.timeout) as step:
             with _told_of_room(parts, saving):
-                manifest = seal()
+                manifest = write()
             step.sent = (parts.distributed.cross_rank, manifest) if parts.local else None
             flush(parts)
         found = _commit(parts, saving, stage, step.received, dict(extra or {}))
@@ -128,14 +128,14 @@ def finish(
 
 
 def _commit(
-    parts: CallContext, saving: Saving, stage: Stage, sealed: list[Any], extra: dict[str, Any]
+    parts: CallContext, saving: Saving, stage: Stage, written: list[Any], extra: dict[str, Any]
 ) -> Committed:
     """Have rank 0 commit, and with a directory per node every node after it."""
     ranks, what, timeout = parts.distributed, called(saving, stage), saving.timeout
     if parts.local:
         with together(ranks, f"{what}, adopted", timeout):
             if parts.is_node_chief:
-                _adopt(parts, stage, sealed)
+                _adopt(parts, stage, written)
     with together(ranks, what, timeout) as step:
         if parts.rank == 0:
             extra = documented(parts, stage, extra)
@@ -156,10 +156,10 @@ def _commit(
     return found
 
 
-def _adopt(parts: CallContext, stage: Stage, sealed: list[tuple[int, bytes | None]]) -> None:
+def _adopt(parts: CallContext, stage: Stage, written: list[tuple[int, bytes | None]]) -> None:
     """Put the other nodes' manifests beside those of this node."""
     node = parts.distributed.cross_rank
-    others = {r: said[1] for r, said in enumerate(sealed) if said[0] != node and said[1]}
+    others = {r: one[1] for r, one in enumerate(written) if one[0] != node and one[1]}
     parts.storage.adopt(stage, {rank: content for rank, content in others.items() if content})
 
 
@@ -194,10 +194,10 @@ def commit_alone(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> 
     return done
 
 
-def part_of(parts: CallContext, saving: Saving, writers: int | None = None) -> Part:
+def header_of(parts: CallContext, saving: Saving, writers: int | None = None) -> ShardHeader:
     """Return what this rank's manifest says beside the files; ``writers``: ranks with a shard."""
     world_size = parts.distributed.size if writers is None else writers
-    return Part(parts.rank, world_size, parts.run_id, dict(saving.metadata))
+    return ShardHeader(parts.rank, world_size, parts.run_id, dict(saving.metadata))
 
 
 def called(saving: Saving, stage: Stage) -> str:
@@ -312,7 +312,7 @@ def _save_once(
     times = {"started": time.time(), "durations": durations}
     agreed = stage or begin(parts, saving)
 
-    def seal() -> bytes | None:
+    def write_timed() -> bytes | None:
         begun = time.monotonic()
         try:
             manifest = write(agreed)
@@ -322,7 +322,7 @@ def _save_once(
         durations["write"] = round(time.monotonic() - begun, 6)
         return manifest
 
-    return finish(parts, saving, agreed, seal, {**times, **dict(extra or {})})
+    return finish(parts, saving, agreed, write_timed, {**times, **dict(extra or {})})
 
 
 def _make_room(parts: CallContext, saving: Saving) -> bool:

@@ -40,7 +40,7 @@ from elaunch.checkpoint.retention import readers
 from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.search.places import default_place, parse_place
 from elaunch.checkpoint.storage.files import read_json
-from elaunch.checkpoint.storage.storage import Closeable, Committed, Location, Storage
+from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint.parts import KnownCheckpoints
@@ -137,7 +137,7 @@ def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
     return Whose(run_id, max(rounds, default=-1) + 1)
 
 
-def lock(storage: Storage) -> Closeable:
+def lock(storage: Storage) -> StorageLock:
     """Lock the directory for this job; the rank that acts for it calls it, where no agent has it.
 
     Raises SaveError if another job has it still after LOCK_S, OSError if it cannot be locked.

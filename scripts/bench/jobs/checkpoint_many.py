@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.search.latest import find_latest
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 
 DOCUMENTS = (layout.METADATA, layout.COMMIT)
 
@@ -27,8 +27,8 @@ def main() -> None:
     storage, stage = open_storage(root), Stage(0, 0, uuid.uuid4().hex)
     storage.prepare("many", given=True)
     for rank in range(ranks):
-        part = Part(rank, ranks, "many", {layout.STEPS_COMPLETED: 0})
-        storage.write_part(stage, part, [Image(f"__{rank}_0.distcp", [bytes(1000)])])
+        part = ShardHeader(rank, ranks, "many", {layout.STEPS_COMPLETED: 0})
+        storage.write_shard(stage, part, [Image(f"__{rank}_0.distcp", [bytes(1000)])])
     extra = {"metrics": {"loss": 1.5}, "versions": {"torch": "2.13.0"}}
     first = Path(storage.commit(stage, lambda: None, extra).place)
     for step in range(1, count):

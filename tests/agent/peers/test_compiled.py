@@ -76,11 +76,11 @@ def test_only_a_node_that_is_not_in_the_round_asks(tmp_path: Path) -> None:
         asked: list[Sequence[int]] = []
         for one, name in zip(caches, ("a0", "a1"), strict=True):
             one.fetch = lambda ranks: asked.append(ranks) or 0  # type: ignore[method-assign,func-returns-value]
-            one.hear(type(both)(both.job), name)  # forming: no nodes yet
-            one.hear(both, name)
+            one.on_plan(type(both)(both.job), name)  # forming: no nodes yet
+            one.on_plan(both, name)
         assert asked == []
         newcomer = cache(made[1], tmp_path / "3")
-        newcomer.hear(both, "a7")
+        newcomer.on_plan(both, "a7")
         wait_until(lambda: len(names(tmp_path / "3")) == 3, what="all files have come")
 
 

@@ -39,16 +39,16 @@ def test_bytes_come_as_they_were(size: int) -> None:
     with lines() as (here, there, _):
 
         def send() -> None:
-            here.say({"ok": 1})
+            here.send({"ok": 1})
             here.send_bytes(pieces)
-            here.say({"ok": 2})
+            here.send({"ok": 2})
 
         thread = threading.Thread(target=send)
         thread.start()
         taken = memoryview(bytearray(size))
-        assert there.hear() == {"ok": 1}
+        assert there.receive() == {"ok": 1}
         there.receive_into(taken, lambda _: None)
-        assert there.hear() == {"ok": 2}
+        assert there.receive() == {"ok": 2}
         thread.join(20)
         assert bytes(taken) == data
 
@@ -90,11 +90,11 @@ def test_a_sender_that_cannot_read_says_why_and_goes_on() -> None:
     with lines() as (here, there, _):
         with pytest.raises(OSError, match="Input/output error"):
             here.send_bytes(pieces())
-        here.say({"ok": True})
+        here.send({"ok": True})
         with pytest.raises(Undelivered, match="there: Input/output error") as caught:
             there.receive_into(memoryview(bytearray(100)), lambda _: None)
         assert not caught.value.gone
-        assert there.hear() == {"ok": True}
+        assert there.receive() == {"ok": True}
 
 
 @pytest.mark.parametrize("sent", [b"\xff" * 3, b"[1]\n", b'{"a":\n', b"no end"])
@@ -104,7 +104,7 @@ def test_what_is_no_line_ends_the_connection(sent: bytes) -> None:
         sock.sendall(sent)
         here.close()
         with pytest.raises(Undelivered, match="broke off") as caught:
-            there.hear()
+            there.receive()
         assert caught.value.gone
 
 
@@ -112,7 +112,7 @@ def test_silence_is_not_waited_for_for_ever() -> None:
     """It is slow, not gone."""
     with lines(patience=0.2) as (_, there, __):
         with pytest.raises(Undelivered, match=r"does not answer for 0\.2 s") as caught:
-            there.hear()
+            there.receive()
         assert not caught.value.gone
 
 
@@ -139,8 +139,8 @@ def test_busy_lines_are_few() -> None:
     with lines() as (here, there, _):
         for _ in range(1000):
             here.busy(5)
-        here.say({"ok": True})
+        here.send({"ok": True})
         said = []
-        while (line := there.hear()) != {"ok": True}:
+        while (line := there.receive()) != {"ok": True}:
             said.append(json.dumps(line))
         assert 1 <= len(said) < 20

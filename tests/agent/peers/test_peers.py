@@ -12,9 +12,9 @@ import pytest
 
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
 from tests.agent.peersrig import HERE, agents, tell
 
@@ -22,78 +22,78 @@ STAGE = Stage(120, 3, "abc")
 DEADLINE = 20.0
 
 
-def handed(size: int) -> Handed:
+def shard(size: int) -> StagedShard:
     """Return a part of two files that together take ``size`` bytes."""
     images = (("__0_0.distcp", ((0, size - 10),)), ("rng.bin", ((size - 10, 10),)))
-    return Handed(STAGE, Part(1, 2, "digits", {"steps_completed": 120}, "h", 7), images)
+    return StagedShard(STAGE, ShardHeader(1, 2, "digits", {"steps_completed": 120}, "h", 7), images)
 
 
 @dataclass
 class Keeper:
     """The saver of one node, as its peers call it."""
 
-    parts: dict[tuple[int, int, int], tuple[Handed, memoryview]] = field(default_factory=dict)
-    told: list[tuple[object, ...]] = field(default_factory=list)
+    shards: dict[tuple[int, int, int], tuple[StagedShard, memoryview]] = field(default_factory=dict)
+    reports: list[tuple[object, ...]] = field(default_factory=list)
     room: bytearray = field(default_factory=bytearray)
     served: int = 0
     overwrites: bool = False
     full: bool = False
 
-    def on_sealed(self, stage: Stage, rank: int, manifest: bytes) -> None:
+    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note it."""
-        self.told.append(("sealed", stage, rank, manifest))
+        self.reports.append(("sealed", stage, rank, manifest))
 
     def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
         """Note it."""
-        self.told.append(("writing", stage, rank, world_size))
+        self.reports.append(("writing", stage, rank, world_size))
 
     def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
         """Note it."""
-        self.told.append(("failed", stage, rank, problem))
+        self.reports.append(("failed", stage, rank, problem))
 
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose parts are there."""
         return [
-            rank for step, round_number, rank in self.parts if wanted[:2] == (step, round_number)
+            rank for step, round_number, rank in self.shards if wanted[:2] == (step, round_number)
         ]
 
-    def serve_part(
+    def serve_shard(
         self, step: int, round_number: int, rank: int
-    ) -> tuple[Handed, memoryview] | None:
+    ) -> tuple[StagedShard, memoryview] | None:
         """Return the part, the first time only if it is overwritten meanwhile."""
         self.served += 1
         if self.overwrites and self.served > 1:
             return None
-        return self.parts.get((step, round_number, rank))
+        return self.shards.get((step, round_number, rank))
 
-    def replica_room(self, handed: Handed) -> memoryview:
+    def replica_room(self, shard: StagedShard) -> memoryview:
         """Return room, or refuse."""
         if self.full:
             raise SaveError("no memory left for a replica")
-        self.room = bytearray(handed.end)
+        self.room = bytearray(shard.end)
         return memoryview(self.room)
 
-    def replica_came(self, handed: Handed) -> None:
+    def replica_came(self, shard: StagedShard) -> None:
         """Note it."""
-        self.told.append(("replica", handed))
+        self.reports.append(("replica", shard))
 
 
 def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
     """With the manifest's bytes as they were."""
     manifest = bytes(range(256))
     with agents(3) as made:
-        keepers = [Keeper() for _ in made]
-        for peers, saver in zip(made, keepers, strict=True):
+        savers = [Keeper() for _ in made]
+        for peers, saver in zip(made, savers, strict=True):
             peers.attach(saver)
-        made[2].send_sealed(0, STAGE, 5, manifest, DEADLINE)
+        made[2].send_written(0, STAGE, 5, manifest, DEADLINE)
         made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
-        assert keepers[0].told == [
+        assert savers[0].reports == [
             ("sealed", STAGE, 5, manifest),
             ("writing", STAGE, 3, 6),
             ("failed", STAGE, 3, "no space left"),
         ]
-        assert keepers[1].told == keepers[2].told == []
+        assert savers[1].reports == savers[2].reports == []
 
 
 def test_a_part_is_copied_from_memory_to_memory() -> None:
@@ -102,16 +102,16 @@ def test_a_part_is_copied_from_memory_to_memory() -> None:
     memory = memoryview(os.urandom(size + 100))
     taken = bytearray(size + 500)
     with agents(2) as made:
-        saver = Keeper({(120, 3, 1): (handed(size), memory)})
+        saver = Keeper({(120, 3, 1): (shard(size), memory)})
         made[0].attach(saver)
         assert made[1].ask_held(0, (120, 3, "abc"), DEADLINE) == [1]
         assert made[1].ask_held(0, (110, 3, "abc"), DEADLINE) == []
-        found = made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
-        assert found == ("abc", handed(size).images)
+        found = made[1].fetch_shard(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
+        assert found == ("abc", shard(size).images)
         assert taken[:size] == memory[:size]
-        assert made[1].fetch_part(0, (120, 3, 0), lambda _: memoryview(taken), DEADLINE) is None
+        assert made[1].fetch_shard(0, (120, 3, 0), lambda _: memoryview(taken), DEADLINE) is None
         saver.served, saver.overwrites = 0, True
-        assert made[1].fetch_part(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE) is None
+        assert made[1].fetch_shard(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE) is None
 
 
 def test_a_replica_lies_in_the_neighbours_memory() -> None:
@@ -121,14 +121,14 @@ def test_a_replica_lies_in_the_neighbours_memory() -> None:
     with agents(2) as made:
         saver = Keeper()
         made[1].attach(saver)
-        made[0].push_replica(1, handed(size), memory, DEADLINE)
-        assert saver.told == [("replica", handed(size))]
+        made[0].push_replica(1, shard(size), memory, DEADLINE)
+        assert saver.reports == [("replica", shard(size))]
         assert saver.room == memory
         saver.full = True
         with pytest.raises(
             Undelivered, match=r"agent of node node1 \(127.*no memory left"
         ) as caught:
-            made[0].push_replica(1, handed(size), memory, DEADLINE)
+            made[0].push_replica(1, shard(size), memory, DEADLINE)
         assert not caught.value.gone
 
 
@@ -149,7 +149,7 @@ def test_an_agent_that_dies_in_the_middle_is_gone() -> None:
     """Whoever waits for its bytes hears it."""
 
     def die(line: PeerConnection, _: object) -> None:
-        line.say({"ok": True})
+        line.send({"ok": True})
         line.close()
 
     with agents(2) as made:
@@ -168,7 +168,7 @@ def test_one_that_is_slow_is_waited_for_and_one_that_hangs_is_not() -> None:
 
     def slow(line: PeerConnection, request: dict[str, bool]) -> dict[str, bool]:
         for number in range(1, 14):
-            line.say({"busy": number if request["moves"] else 1})
+            line.send({"busy": number if request["moves"] else 1})
             release.wait(0.1)
         return {"ok": True}
 
@@ -240,14 +240,14 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
             try:
                 assert sock.recv(1000) == b""
             except ConnectionResetError:
-                assert saver.told == []
+                assert saver.reports == []
         with socket.create_connection((HERE, port)) as sock, pytest.raises(Unauthenticated):
             call_up(sock, b"guessed", port, Caller(PEER, 1), time.monotonic() + DEADLINE)
         idle = [socket.create_connection((HERE, port)) for _ in range(200)]
-        made[1].send_sealed(0, STAGE, 1, b"{}", DEADLINE)
+        made[1].send_written(0, STAGE, 1, b"{}", DEADLINE)
         for sock in idle:
             sock.close()
-        assert [one[0] for one in saver.told] == ["sealed"]
+        assert [one[0] for one in saver.reports] == ["sealed"]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None
                 line.ask(request_)
             good = {"do": "part", "step": 1, "round": 0, "rank": 0}
             assert line.ask(good) == {"ok": True}
-        assert saver.told == []
+        assert saver.reports == []
 
 
 def test_a_round_without_that_node_has_nobody_to_ask() -> None:

@@ -23,7 +23,7 @@ from elaunch.agent.peers.search import LocalSearch
 from elaunch.agent.policy import events
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.records import Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
@@ -192,9 +192,9 @@ def test_a_stage_that_is_complete_is_committed(tmp_path: Path) -> None:
         storage = open_storage(roots[1], local=True)
         storage.prepare("digits", True)
         for step, ranks in ((50, 1), (60, 2)):
-            storage.write_part(
+            storage.write_shard(
                 Stage(step, 0, "abc"),
-                Part(0, ranks, "digits", {"steps_completed": step}),
+                ShardHeader(0, ranks, "digits", {"steps_completed": step}),
                 [Image("model.pt", [b"weights"])],
             )
         (roots[1] / layout.STAGE / "gather.0123").mkdir()
@@ -218,8 +218,8 @@ def test_parts_that_were_sealed_everywhere_are_not_lost(
         seals = {}
         for rank, storage in enumerate(storages[:2]):
             storage.prepare("digits", True)
-            part = Part(rank, 2, "digits", {"steps_completed": 50})
-            seals[rank] = storage.write_part(stage, part, [Image(f"state_{rank}", [b"x" * rank])])
+            part = ShardHeader(rank, 2, "digits", {"steps_completed": 50})
+            seals[rank] = storage.write_shard(stage, part, [Image(f"state_{rank}", [b"x" * rank])])
         if committed is not None:
             storages[committed].adopt(stage, seals)
             storages[committed].commit(stage, lambda: None)
@@ -244,7 +244,7 @@ def dies(root: Path) -> Callable[[PeerConnection, Any], None]:
 
     def served(line: PeerConnection, request: Any) -> None:
         size = (root / request["checkpoint"] / request["file"]).stat().st_size
-        line.say({"ok": True, "size": size})
+        line.send({"ok": True, "size": size})
         line.close()
 
     return served

@@ -17,7 +17,7 @@ from elaunch.agent.resume import directory, latest
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.probe import DirectoryProbe
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Image, Part, PassedOver, Stage
+from elaunch.checkpoint.records import Image, PassedOver, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.config import Settings, resolve
 from elaunch.errors import SaveError
@@ -47,14 +47,14 @@ def staged(storage: Storage, step: int, ranks: int = 2, run_id: str = "digits") 
     """Leave a stage with the parts of the first ``ranks`` of two."""
     stage = Stage(step, 0, f"u{step}")
     for rank in range(ranks):
-        part = Part(rank, 2, run_id, {"steps_completed": step})
-        storage.write_part(stage, part, [Image(f"part-{rank}", [b"%04d" % step])])
+        part = ShardHeader(rank, 2, run_id, {"steps_completed": step})
+        storage.write_shard(stage, part, [Image(f"part-{rank}", [b"%04d" % step])])
     return stage
 
 
-def chosen(settings: Settings, finishing: DirectoryFinisher) -> str | None:
+def chosen(settings: Settings, finisher: DirectoryFinisher) -> str | None:
     """Return the name of the checkpoint that the next round gets."""
-    found = latest.look(settings, finishing, Search())
+    found = latest.look(settings, finisher, Search())
     assert found.problem is None, found.problem
     checkpoint = found.search.checkpoint
     return None if checkpoint is None else Path(checkpoint.path).name
@@ -65,20 +65,20 @@ def test_what_was_complete_is_committed_and_chosen(settings: Settings, storage: 
     storage.commit(staged(storage, 10), lambda: None)
     staged(storage, 20)
     staged(storage, 30, ranks=1)
-    finishing = DirectoryFinisher(settings)
-    assert chosen(settings, finishing) == "step-00000020.r0"
+    finisher = DirectoryFinisher(settings)
+    assert chosen(settings, finisher) == "step-00000020.r0"
     assert os.listdir(Path(storage.place) / ".stage") == []
-    finishing.close()
+    finisher.close()
 
 
 def test_what_this_agent_still_writes_is_left_alone(settings: Settings, storage: Storage) -> None:
     """A thread of its own that the storage holds up would write into nothing."""
     stage = staged(storage, 30, ranks=1)
-    finishing = DirectoryFinisher(settings)
-    finishing.unfinished = lambda: [stage.name]
-    assert chosen(settings, finishing) is None
+    finisher = DirectoryFinisher(settings)
+    finisher.unfinished = lambda: [stage.name]
+    assert chosen(settings, finisher) is None
     assert os.listdir(Path(storage.place) / ".stage") == [stage.name]
-    finishing.close()
+    finisher.close()
 
 
 def test_what_is_damaged_is_put_aside(settings: Settings, storage: Storage) -> None:
@@ -87,13 +87,13 @@ def test_what_is_damaged_is_put_aside(settings: Settings, storage: Storage) -> N
         storage.commit(staged(storage, step), lambda: None)
     (Path(storage.place) / "step-00000030.r0" / "part-1").write_bytes(b"bits")
     (Path(storage.place) / "step-00000020.r0" / "part-0").unlink()
-    finishing = DirectoryFinisher(settings)
-    assert chosen(settings, finishing) == "step-00000010.r0"
+    finisher = DirectoryFinisher(settings)
+    assert chosen(settings, finisher) == "step-00000010.r0"
     reasons = dict(storage.quarantined())
     assert "checksum" in reasons["step-00000030.r0"]
     assert "part-0" in reasons["step-00000020.r0"]
     assert [found.name for found in storage.listed()] == ["step-00000010.r0"]
-    finishing.close()
+    finisher.close()
 
 
 @pytest.mark.slow
@@ -114,13 +114,13 @@ def test_many_damaged_ones_do_not_hold_up_the_round(
     synced, sync = list[int](), os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), sync(file)))
     monkeypatch.setattr(directory, "ASIDE_S", 60.0)  # a busy machine takes longer
-    finishing = DirectoryFinisher(settings)
-    assert chosen(settings, finishing) == whole.name
+    finisher = DirectoryFinisher(settings)
+    assert chosen(settings, finisher) == whole.name
     assert 0 < len(synced) < 20
     assert len(storage.quarantined()) == 400
     assert {reason for _, reason in storage.quarantined()} == {"not committed: COMMIT is missing"}
     assert "390 more are damaged: put into quarantine" in caplog.text
-    finishing.close()
+    finisher.close()
 
 
 def test_no_round_waits_for_what_is_put_aside(
@@ -143,34 +143,34 @@ def test_what_another_run_wrote_is_left_alone(settings: Settings, storage: Stora
     """Damaged or not."""
     storage.commit(staged(storage, 10, run_id="other"), lambda: None)
     (Path(storage.place) / "step-00000010.r0" / "part-1").write_bytes(b"bits")
-    finishing = DirectoryFinisher(settings)
-    assert chosen(settings, finishing) is None
+    finisher = DirectoryFinisher(settings)
+    assert chosen(settings, finisher) is None
     assert storage.quarantined() == []
-    finishing.close()
+    finisher.close()
 
 
 def test_two_jobs_in_one_directory(settings: Settings, storage: Storage) -> None:
     """The second one is told who has it, and touches nothing."""
     stage = staged(storage, 10)
     other = storage.lock()
-    finishing = DirectoryFinisher(settings)
-    found = latest.look(settings, finishing, Search())
+    finisher = DirectoryFinisher(settings)
+    found = latest.look(settings, finisher, Search())
     assert found.problem is not None
     assert f"in use by another job (process {os.getpid()}" in found.problem
     assert os.listdir(Path(storage.place) / ".stage") == [stage.name]
     other.close()
-    assert chosen(settings, finishing) == "step-00000010.r0"
+    assert chosen(settings, finisher) == "step-00000010.r0"
     with pytest.raises(SaveError):
         storage.lock()
-    finishing.close()
+    finisher.close()
     storage.lock().close()
 
 
 def test_a_directory_that_elaunch_does_not_write_into(settings: Settings, tmp_path: Path) -> None:
     """Nothing is put there, and two jobs may have it."""
     (tmp_path / "ck").mkdir(exist_ok=True)
-    finishing = DirectoryFinisher(settings)
-    assert chosen(settings, finishing) is None
+    finisher = DirectoryFinisher(settings)
+    assert chosen(settings, finisher) is None
     assert os.listdir(tmp_path / "ck") == []
 
 
@@ -245,9 +245,9 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     monkeypatch.setattr("elaunch.checkpoint.probe.remove_mark", hang)
     monkeypatch.setattr("elaunch.agent.resume.directory.CLOSE_S", 0.05)
     monkeypatch.setattr("elaunch.agent.resume.probe.CLOSE_S", 0.05)
-    finishing, probing = DirectoryFinisher(settings), DirectoryProbe(settings, lambda _: None)
-    finishing.lock(storage)
-    finishing.close()
+    finisher, probing = DirectoryFinisher(settings), DirectoryProbe(settings, lambda _: None)
+    finisher.lock(storage)
+    finisher.close()
     monkeypatch.setattr(probing, "_marked", True)
     probing.close()
     assert asked.acquire(timeout=60)
@@ -273,18 +273,18 @@ def test_a_directory_that_has_gone(
     settings: Settings, storage: Storage, go: Callable[[Path], None], by: str
 ) -> None:
     """Nobody starts afresh in what is there instead: neither the next round nor its workers."""
-    finishing, place = DirectoryFinisher(settings), Path(storage.place)
+    finisher, place = DirectoryFinisher(settings), Path(storage.place)
     if by == "look":
-        assert chosen(settings, finishing) is None
+        assert chosen(settings, finisher) is None
     else:
-        finishing.lock(storage)
+        finisher.lock(storage)
     go(place)
     left = sorted(place.glob("*"))
-    found = latest.look(settings, finishing, Search())
+    found = latest.look(settings, finisher, Search())
     assert found.problem is not None
     assert f"{place} is not the directory that this job began with" in found.problem
     assert found.exit_code == 74
     with pytest.raises(SaveError, match="is not the directory that this job began with"):
-        finishing.lock(storage)
+        finisher.lock(storage)
     assert sorted(place.glob("*")) == left
-    finishing.close()
+    finisher.close()

@@ -16,7 +16,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.resume import latest
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.checkpoint import records
-from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.records import Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError
@@ -35,9 +35,9 @@ def settings(directory: Path, cwd: Path, glob: str | None = "step_*.pt") -> Sett
 
 def searched(made: Settings, post: Callable[[events.Event], None] = print) -> SearchResult:
     """Return what the coordinator's search finds in a directory that nobody has locked."""
-    finishing = DirectoryFinisher(made)
-    found = latest.for_all_nodes(made, post, finishing)(Search())
-    finishing.close()
+    finisher = DirectoryFinisher(made)
+    found = latest.for_all_nodes(made, post, finisher)(Search())
+    finisher.close()
     return found
 
 
@@ -76,8 +76,8 @@ def commit(place: Path, made: Settings, step: int) -> Path:
     """Have a checkpoint of one rank committed in ``place``; return its data file."""
     storage, stage = PosixStorage(place), Stage(step, 0, f"{step:032x}")
     storage.prepare(made.run_id, given=False)
-    part = Part(0, 1, made.run_id, {"steps_completed": step})
-    storage.write_part(stage, part, [Image("model.pt", [b"content"])])
+    part = ShardHeader(0, 1, made.run_id, {"steps_completed": step})
+    storage.write_shard(stage, part, [Image("model.pt", [b"content"])])
     done = storage.commit(stage, lambda: None, {})
     return place / done.name / "model.pt"
 
@@ -90,9 +90,9 @@ def damage(file: Path, *, told: bool) -> None:
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def found(made: Settings, finishing: DirectoryFinisher) -> str | None:
+def found(made: Settings, finisher: DirectoryFinisher) -> str | None:
     """Return the name of what the next round would resume from."""
-    search = latest.look(made, finishing, Search()).search
+    search = latest.look(made, finisher, Search()).search
     return None if search.checkpoint is None else Path(search.checkpoint.path).name
 
 
@@ -100,15 +100,15 @@ def test_what_this_job_has_sealed_is_not_read_again(tmp_path: Path) -> None:
     """A restart does not wait for it; what was written to since is read, and put aside."""
     place = tmp_path / "ck"
     made = settings(place, tmp_path, None)
-    finishing = DirectoryFinisher(made)
-    assert found(made, finishing) is None
+    finisher = DirectoryFinisher(made)
+    assert found(made, finisher) is None
     files = [commit(place, made, step) for step in (10, 20)]
     damage(files[1], told=False)
-    assert found(made, finishing) == "step-00000020.r0"
+    assert found(made, finisher) == "step-00000020.r0"
     damage(files[1], told=True)
-    assert found(made, finishing) == "step-00000010.r0"
+    assert found(made, finisher) == "step-00000010.r0"
     assert (place / ".quarantine" / "step-00000020.r0").is_dir()
-    finishing.close()
+    finisher.close()
 
 
 def test_what_was_there_before_is_read_once(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_what_was_there_before_is_read_once(tmp_path: Path) -> None:
     made = settings(place, tmp_path, None)
     files = [commit(place, made, step) for step in (10, 20)]
     damage(files[1], told=False)
-    finishing = DirectoryFinisher(made)
-    assert found(made, finishing) == "step-00000010.r0"
+    finisher = DirectoryFinisher(made)
+    assert found(made, finisher) == "step-00000010.r0"
     damage(files[0], told=False)
-    assert found(made, finishing) == "step-00000010.r0"
-    finishing.close()
+    assert found(made, finisher) == "step-00000010.r0"
+    finisher.close()
 
 
 def test_a_search_that_takes_long_is_told(

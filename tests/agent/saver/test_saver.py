@@ -23,11 +23,11 @@ from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
-from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.checkpoint.records import Image, Part, Stage
+from elaunch.checkpoint.records import Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
@@ -35,7 +35,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient, connected
 from elaunch.wire.control import ask
 from elaunch.wire.progress import ProgressPage
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 from tests.agent.saver.workerend import client, end, linked
 from tests.launching import wait_until
 
@@ -46,8 +46,8 @@ WORKER = """
 import json, os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from elaunch.checkpoint.records import Part, Stage
-from elaunch.wire.saver import Handed, handed_to_json
+from elaunch.checkpoint.records import ShardHeader, Stage
+from elaunch.wire.saver import StagedShard, shard_to_json
 from tests.agent.saver.workerend import client
 
 socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -61,10 +61,10 @@ memory[:4] = b"NEW!"
 if when == "copying":
     os.kill(os.getpid(), signal.SIGKILL)
 memory[4:8] = b"%04d" % rank
-part = Part(rank, 2, "digits", {"steps_completed": 10})
-handed = Handed(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
+part = ShardHeader(rank, 2, "digits", {"steps_completed": 10})
+handed = StagedShard(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
-    line = json.dumps({"op": "staged", "n": 99, "handed": handed_to_json(handed)})
+    line = json.dumps({"op": "staged", "n": 99, "handed": shard_to_json(handed)})
     saver._link._channel._sock.send(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
@@ -92,8 +92,8 @@ class Rig:
         self.inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.seen: list[events.Event] = []
         self.state = State(Limits(2), phase=Phase.RUNNING)
-        self.finishing = DirectoryFinisher(self.settings)
-        self.saver = AgentSaver(SaverPlan(self.settings, self.inbox.put, self.finishing))
+        self.finisher = DirectoryFinisher(self.settings)
+        self.saver = AgentSaver(SaverSetup(self.settings, self.inbox.put, self.finisher))
         self.links = WorkerLinks(self.inbox.put, self.saver.serve)
         self.links.start()
         self.control = ControlSocket(self.socket, dict, attach=self.links.adopt)
@@ -153,11 +153,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.close()
 
 
-def handed(step: int, rank: int, number: int = 0, size: int = 8) -> Handed:
+def shard(step: int, rank: int, number: int = 0, size: int = 8) -> StagedShard:
     """Return a part of ``size`` bytes at the beginning of the memory."""
-    part = Part(rank, 2, "digits", {"steps_completed": step})
+    part = ShardHeader(rank, 2, "digits", {"steps_completed": step})
     stage = Stage(step, number, f"u{step}")
-    return Handed(stage, part, ((f"part-{rank}", ((0, size),)),))
+    return StagedShard(stage, part, ((f"part-{rank}", ((0, size),)),))
 
 
 def save(workers: list[AgentSaverClient], step: int, number: int = 0) -> None:
@@ -166,7 +166,7 @@ def save(workers: list[AgentSaverClient], step: int, number: int = 0) -> None:
         assert worker.begin(True, LONG)
     for rank, worker in enumerate(workers):
         worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
-        worker.staged(handed(step, rank, number))
+        worker.staged(shard(step, rank, number))
 
 
 def test_nothing_is_made_before_a_worker_connects(rig: Rig) -> None:
@@ -274,7 +274,7 @@ def test_a_worker_that_is_killed_before_it_handed_over(rig: Rig, when: str) -> N
     rig.killed(1, when)
     assert workers[0].begin(True, LONG)
     workers[0].memory(8)[:] = bytes(len(workers[0].memory(8)))
-    workers[0].staged(handed(10, 0))
+    workers[0].staged(shard(10, 0))
     with pytest.raises(SaveError, match="rank 1 ended before handing over a part"):
         workers[0].wait(LONG)
     workers[0].close()
@@ -307,7 +307,7 @@ def test_a_worker_of_a_round_that_is_over(rig: Rig) -> None:
     late.memory(8)
     rig.begin(1)
     with pytest.raises(SaveError, match=r"round 0 is over: round 1 runs here|agent is gone"):
-        late.staged(handed(10, 0))
+        late.staged(shard(10, 0))
     with pytest.raises(SaveError, match="round 0 does not run here; it is round 1"):
         rig.worker(0, 0)
     current = rig.worker(1, 1)
@@ -321,22 +321,22 @@ def test_a_part_that_cannot_be(rig: Rig) -> None:
     """Not begun, of another rank, of another run, beyond the memory."""
     worker = rig.worker(0)
     with pytest.raises(SaveError, match="no save was begun"):
-        worker.staged(handed(10, 0))
+        worker.staged(shard(10, 0))
     assert worker.begin(True, LONG)
     with pytest.raises(SaveError, match="no memory was asked for"):
-        worker.staged(handed(10, 0))
+        worker.staged(shard(10, 0))
     worker.memory(8)
     with pytest.raises(SaveError, match="it is of rank 1 and round 0"):
-        worker.staged(handed(10, 1))
+        worker.staged(shard(10, 1))
     with pytest.raises(SaveError, match="it lies beyond"):
-        worker.staged(handed(10, 0, size=1 << 30))
-    other = dataclasses.replace(handed(10, 0).part, run_id="other")
+        worker.staged(shard(10, 0, size=1 << 30))
+    other = dataclasses.replace(shard(10, 0).header, run_id="other")
     with pytest.raises(SaveError, match="it is of run other"):
-        worker.staged(dataclasses.replace(handed(10, 0), part=other))
+        worker.staged(dataclasses.replace(shard(10, 0), header=other))
     assert os.listdir(rig.place / ".stage") == []
 
 
-def test_who_is_not_let_in(rig: Rig) -> None:
+def test_what_the_saver_refuses(rig: Rig) -> None:
     """A rank of another node, another directory, a request that is none."""
     rig.worker(1)
     with pytest.raises(SaveError, match="rank 7 with local rank 1 is not of this node"):
@@ -355,11 +355,11 @@ def test_a_part_that_cannot_be_handed_over(rig: Rig) -> None:
     for worker in workers:
         assert worker.begin(True, LONG)
         worker.memory(8)
-    workers[0].staged(handed(10, 0))
+    workers[0].staged(shard(10, 0))
     with pytest.raises(SaveError, match="it lies beyond"):
-        workers[1].staged(handed(10, 1, size=1 << 30))
+        workers[1].staged(shard(10, 1, size=1 << 30))
     for worker in workers:
-        worker.abandon(handed(10, 0).stage)
+        worker.abandon(shard(10, 0).stage)
     save(workers, 20)  # neither is told again of what it has taken back
     assert [worker.wait(LONG) is not None for worker in workers] == [True, True]
     assert rig.names == ["step-00000020.r0"]
@@ -418,8 +418,8 @@ def test_a_directory_that_is_not_the_flags(tmp_path: Path) -> None:
     """What an earlier job left there is brought to an end, once the lock says that it has ended."""
     rig = Rig(tmp_path, checkpoint_dir=None)
     try:
-        part = Part(0, 1, "digits", {"steps_completed": 10})
-        rig.storage.write_part(Stage(10, 0, "u"), part, [Image("x", [b"x"])])
+        part = ShardHeader(0, 1, "digits", {"steps_completed": 10})
+        rig.storage.write_shard(Stage(10, 0, "u"), part, [Image("x", [b"x"])])
         held = rig.storage.lock()
         with pytest.raises(SaveError, match="in use by another job"):
             rig.worker(0)
@@ -455,7 +455,7 @@ def test_an_answer_that_comes_too_late_is_passed_over(rig: Rig) -> None:
         workers[0].wait(0.05)
     workers[1].begin(True, LONG)
     workers[1].memory(8)
-    workers[1].staged(handed(10, 1))
+    workers[1].staged(shard(10, 1))
     assert workers[0].wait(LONG) is not None
 
 
@@ -465,20 +465,20 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     """The agent goes on after the deadline; the next round's worker gets other memory."""
     from elaunch.checkpoint.storage.posix import PosixStorage
 
-    opened, write = threading.Event(), PosixStorage.write_part
+    opened, write = threading.Event(), PosixStorage.write_shard
 
     def hang(*args: Any) -> bytes:
         assert opened.wait(LONG)
         return write(*args)
 
-    monkeypatch.setattr(PosixStorage, "write_part", hang)
+    monkeypatch.setattr(PosixStorage, "write_shard", hang)
     try:
         workers = [rig.worker(0), rig.worker(1)]
         save(workers, 10)
         end(*workers)
         settled = rig.settle(0.2)
         assert settled.lost == ("step-00000010.r0: the storage has not taken it in time",)
-        assert rig.finishing.unfinished() == ("step-00000010.r0.u10",)
+        assert rig.finisher.unfinished() == ("step-00000010.r0.u10",)
         rig.begin(1)
         memory = rig.worker(0, 1).memory(8)
         assert bytes(memory[:8]) == bytes(8), "it is memory that a thread still reads"
@@ -526,7 +526,7 @@ def test_closing_waits_for_the_agent_and_tells_what_failed(
     def fail(*_: Any) -> bytes:
         raise OSError(5, "Input/output error", "/disk")
 
-    monkeypatch.setattr(PosixStorage, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_shard", fail)
     workers = [rig.worker(0), rig.worker(1)]
     save(workers, 10)
     for worker in workers:

@@ -18,17 +18,16 @@ from msgspec import structs
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver import service
-from elaunch.agent.saver.plan import SaverPlan
+from elaunch.agent.saver import inflight, queue, service
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.records import Checkpoint, Part, Stage
+from elaunch.checkpoint.records import Checkpoint, ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.checkpoint.writing import inflight, queue
 from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
@@ -36,7 +35,7 @@ from elaunch.training.checkpoint.handle import SaveInFlight
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
-from elaunch.wire.saver import Files, Handed
+from elaunch.wire.saver import Files, StagedShard
 from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
 
@@ -63,8 +62,8 @@ class Agent:
         line |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:29400"}
         settings = resolve(line, [str(script)], {"PATH": os.environ["PATH"]}, self.home)
         settings = structs.replace(settings, **changes)
-        self.finishing = DirectoryFinisher(settings)
-        self.saver = AgentSaver(SaverPlan(settings, self.seen.append, self.finishing))
+        self.finisher = DirectoryFinisher(settings)
+        self.saver = AgentSaver(SaverSetup(settings, self.seen.append, self.finisher))
         self.saver.meet(self.read_plan, self)  # type: ignore[arg-type]  # its peers, too
         self.links = WorkerLinks(self.seen.append, self.saver.serve)
         self.links.start()
@@ -115,10 +114,10 @@ class Agent:
             raise SaveError(f"the agent of node host{node_rank} is gone")
         return peer.saver
 
-    def send_sealed(
+    def send_written(
         self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
     ) -> None:
-        self._peer(node_rank).on_sealed(stage, rank, manifest)
+        self._peer(node_rank).on_written(stage, rank, manifest)
 
     def send_writing(
         self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
@@ -133,26 +132,26 @@ class Agent:
     def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
         return self._peer(node_rank).held(wanted)
 
-    def fetch_part(
+    def fetch_shard(
         self,
         node_rank: int,
         part: tuple[int, int, int],
         into: Callable[[int], memoryview],
         timeout: float,
     ) -> tuple[str, Files] | None:
-        found = self._peer(node_rank).serve_part(*part)
+        found = self._peer(node_rank).serve_shard(*part)
         if found is None:
             return None
-        handed, memory = found
-        into(handed.end)[: handed.end] = memory[: handed.end]
-        return handed.stage.uuid, handed.images
+        shard, memory = found
+        into(shard.end)[: shard.end] = memory[: shard.end]
+        return shard.stage.uuid, shard.images
 
     def push_replica(
-        self, node_rank: int, handed: Handed, memory: memoryview, timeout: float
+        self, node_rank: int, shard: StagedShard, memory: memoryview, timeout: float
     ) -> None:
         peer = self._peer(node_rank)
-        peer.replica_room(handed)[: handed.end] = memory[: handed.end]
-        peer.replica_came(handed)
+        peer.replica_room(shard)[: shard.end] = memory[: shard.end]
+        peer.replica_came(shard)
 
 
 def pair(root: Path, **changes: Any) -> list[Agent]:
@@ -171,13 +170,13 @@ def agents(tmp_path: Path) -> Iterator[list[Agent]]:
         agent.close()
 
 
-def handed(
+def shard(
     step: int, rank: int, number: int = 0, local: bool = False, loads: bool = False
-) -> Handed:
+) -> StagedShard:
     """Return a part of 8 bytes."""
-    part = Part(rank, 2, "digits", {"steps_completed": step})
+    part = ShardHeader(rank, 2, "digits", {"steps_completed": step})
     stage = Stage(step, number, f"u{step}")
-    return Handed(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local, loads=loads)
+    return StagedShard(stage, part, ((f"part-{rank}", ((0, 8),)),), local=local, loads=loads)
 
 
 def save(workers: list[AgentSaverClient], step: int, **more: Any) -> None:
@@ -186,7 +185,7 @@ def save(workers: list[AgentSaverClient], step: int, **more: Any) -> None:
         assert worker.begin(True, LONG)
     for rank, worker in enumerate(workers):
         worker.memory(8)[:8] = b"%04d%04d" % (step, rank)
-        worker.staged(handed(step, rank, **more))
+        worker.staged(shard(step, rank, **more))
 
 
 def names(agents: list[Agent]) -> list[str]:
@@ -208,14 +207,14 @@ def test_a_part_that_another_node_cannot_write(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are told, and no stage is left."""
-    write = PosixStorage.write_part
+    write = PosixStorage.write_shard
 
-    def fail(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def fail(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         if part.rank == 1:
             raise OSError(5, "Input/output error", "/disk")
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_shard", fail)
     workers = [agents[0].worker(0), agents[1].worker(1)]
     save(workers, 10)
     for worker in workers:
@@ -265,24 +264,24 @@ def test_a_node_that_dies_loses_nothing_that_its_neighbour_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its part is written by who has the copy; whoever chooses commits it; it is recalled, too."""
-    write = PosixStorage.write_part
+    write = PosixStorage.write_shard
     agents = pair(tmp_path, checkpoint_replicas=1)
     begun, hanging = threading.Event(), threading.Event()
 
-    def dead(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def dead(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         if part.rank == 1 and not agents[1].gone:
             begun.set()
             hanging.wait(LONG)  # the node never gets to it
             raise SaveError("dead")
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", dead)
+    monkeypatch.setattr(PosixStorage, "write_shard", dead)
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
         save(workers, 10)
         end(*workers)
         first = agents[0].saver
-        wait_until(lambda: first.serve_part(10, 0, 1) is not None, LONG)
+        wait_until(lambda: first.serve_shard(10, 0, 1) is not None, LONG)
         assert begun.wait(LONG)  # or its write would go on after its death
         agents[1].gone = True
         settled = agents[0].settle()
@@ -304,7 +303,7 @@ def test_a_handle_knows_when_another_node_has_the_part(
 ) -> None:
     """It is sent there after the save has returned, beside the write to the disk."""
     pushed, written = threading.Event(), threading.Event()
-    push, write = Agent.push_replica, PosixStorage.write_part
+    push, write = Agent.push_replica, PosixStorage.write_shard
 
     def late(self: Agent, *args: Any) -> None:
         pushed.wait(LONG)
@@ -315,7 +314,7 @@ def test_a_handle_knows_when_another_node_has_the_part(
         return write(self, *args)
 
     monkeypatch.setattr(Agent, "push_replica", late)
-    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_shard", slow)
     agents = pair(tmp_path, checkpoint_replicas=1)
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
@@ -344,14 +343,14 @@ def test_a_save_that_no_round_resumes_from_is_removed(tmp_path: Path) -> None:
         assert workers[0].wait(LONG) is not None
         assert all(worker.begin(True, LONG) for worker in workers)
         workers[0].memory(8)[:8] = b"00200000"
-        workers[0].staged(handed(20, 0, loads=True))
+        workers[0].staged(shard(20, 0, loads=True))
         stages = Path(agents[0].place) / ".stage"
         wait_until(lambda: len(os.listdir(stages)) == 1, LONG)
         agents[1].gone = True
         end(*workers)
         assert [one.step for one in agents[0].settle(holds=True).held] == [20]
-        agents[0].finishing.held = frozenset(os.listdir(stages))  # as the coordinator's search does
-        agents[0].finishing.finish(agents[0].place, "digits")
+        agents[0].finisher.held = frozenset(os.listdir(stages))  # as the coordinator's search does
+        agents[0].finisher.finish(agents[0].place, "digits")
         assert os.listdir(stages) != []  # a round may resume from it
         agents[0].begin(structs.replace(FIRST, round=1, nodes=NODES[:1]))
         agents[0].worker(0, 1)
@@ -378,21 +377,21 @@ def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that commits hears of it all the time, and waits longer than for one that is mute."""
-    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 2.0)
-    monkeypatch.setattr(queue, "WORD_S", 0.1)
-    write = PosixStorage.write_part
+    monkeypatch.setattr(inflight, "SHARD_DEADLINE_S", 2.0)
+    monkeypatch.setattr(queue, "REPORT_S", 0.1)
+    write = PosixStorage.write_shard
 
-    def slow(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def slow(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         if part.rank == 1:
             threading.Event().wait(4.0)
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_shard", slow)
     workers = [agent.worker(rank) for rank, agent in enumerate(agents)]
     for rank, worker in enumerate(workers):
         assert worker.begin(True, LONG)
         worker.memory(8)
-        worker.staged(handed(10, rank))
+        worker.staged(shard(10, rank))
     done = workers[0].wait(LONG)
     assert done is not None and done.step == 10
     for worker in workers:
@@ -405,16 +404,16 @@ def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) ->
     worker = chief.worker(0)
     assert worker.begin(True, LONG)
     worker.memory(8)
-    worker.staged(handed(10, 0))
+    worker.staged(shard(10, 0))
     end(worker)
     assert chief.settle() == events.SavesSettled(0)
     storage = open_storage(chief.place)
     stage = Stage(10, 0, "u10")
-    late = handed(10, 1)
+    late = shard(10, 1)
     from elaunch.checkpoint.records import Image
 
-    manifest = storage.write_part(stage, late.part, [Image("part-1", [b"12345678"])])
-    threading.Timer(0.1, other.send_sealed, (0, stage, 1, manifest, LONG)).start()
+    manifest = storage.write_shard(stage, late.header, [Image("part-1", [b"12345678"])])
+    threading.Timer(0.1, other.send_written, (0, stage, 1, manifest, LONG)).start()
     chief.close()
     assert names(agents) == ["step-00000010.r0"]
 
@@ -469,7 +468,7 @@ def apart(root: Path, **changes: Any) -> list[Agent]:
 
 def push(agent: Agent, step: int, rank: int, content: bytes) -> None:
     """Have a replica come."""
-    part = handed(step, rank, local=True)
+    part = shard(step, rank, local=True)
     agent.saver.replica_room(part)[:8] = content
     agent.saver.replica_came(part)
 
@@ -573,9 +572,9 @@ def test_a_part_that_another_node_cannot_hand_over(agents: list[Agent]) -> None:
     for worker in workers:
         assert worker.begin(True, LONG)
         worker.memory(8)
-    workers[0].staged(handed(10, 0))
+    workers[0].staged(shard(10, 0))
     for worker in workers:
-        worker.abandon(handed(10, 0).stage)
+        worker.abandon(shard(10, 0).stage)
     save(workers, 20)
     done = workers[0].wait(LONG)
     assert done is not None and done.step == 20
@@ -585,9 +584,9 @@ def test_a_part_that_another_node_cannot_hand_over(agents: list[Agent]) -> None:
 
 def test_word_that_comes_before_any_worker(agents: list[Agent]) -> None:
     """Nobody here has saved anything: it is refused, not lost in silence."""
-    assert agents[0].saver.serve_part(10, 0, 1) is None
+    assert agents[0].saver.serve_shard(10, 0, 1) is None
     with pytest.raises(SaveError, match="no worker of this node has saved anything"):
-        agents[0].saver.replica_room(handed(10, 1))
+        agents[0].saver.replica_room(shard(10, 1))
 
 
 def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,7 +595,7 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "committed_to_json", lambda _: "x" * (4 << 20))
     abandoned: list[int] = []
     serving: Any = SimpleNamespace(
-        keeping=SimpleNamespace(
+        queue=SimpleNamespace(
             wait=lambda rank, timeout: None,
             last=lambda rank: None,
             abandon=lambda rank, stage: abandoned.append(rank),
@@ -616,14 +615,14 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch, ranks: set[int]) -> threading.Event:
     """Have the storage take nothing of these ranks' shards before the event is set."""
-    write, opened = PosixStorage.write_part, threading.Event()
+    write, opened = PosixStorage.write_shard, threading.Event()
 
-    def held_up(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def held_up(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         if part.rank in ranks and part.copied is False:
             assert opened.wait(LONG)
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", held_up)
+    monkeypatch.setattr(PosixStorage, "write_shard", held_up)
     return opened
 
 
@@ -706,7 +705,7 @@ def test_the_node_that_commits_is_lost(
     try:
         save_both = left_in_memory(agents)
         survivor = agents[1]
-        wait_until(lambda: survivor.saver.serve_part(10, 0, 0) is not None, LONG)
+        wait_until(lambda: survivor.saver.serve_shard(10, 0, 0) is not None, LONG)
         agents[0].gone = True
         survivor.saver.settle(LONG, holds=True)
         wait_until(lambda: len(survivor._settled()) > 1, LONG)

@@ -12,12 +12,12 @@ import pytest
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory
-from elaunch.agent.saver.plan import SaverPlan
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.shards import FETCHED_AT_ONCE, REPLICA, Shards
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.wire.saver import Files, Handed
+from elaunch.wire.saver import Files, StagedShard
 
 NODES, EACH = 64, 8
 UUID = "u120"
@@ -58,7 +58,7 @@ class Agent:
         self.name = name
         self.lived: set[int] = set()
         self.memory = CheckpointMemory(1 << 30)
-        plan: Any = SaverPlan(None, lambda _: None, None, peers=self)  # type: ignore[arg-type]
+        plan: Any = SaverSetup(None, lambda _: None, None, peers=self)  # type: ignore[arg-type]
         self.shards = Shards(plan, self.memory, self.lived)
 
     def begin(self, round_: Round) -> None:
@@ -74,11 +74,11 @@ class Agent:
         world = EACH * len(plan.nodes)
         for k in range(EACH):
             rank = (first + k - EACH) % world if replica else first + k
-            part = Part(rank, world, "digits", {"steps_completed": 120})
+            part = ShardHeader(rank, world, "digits", {"steps_completed": 120})
             stage = Stage(120, self.round.round, UUID)
-            handed = Handed(stage, part, ((f"__{rank}_0.distcp", ((0, 8),)),))
+            shard = StagedShard(stage, part, ((f"__{rank}_0.distcp", ((0, 8),)),))
             name = f"{REPLICA}{rank}" if replica else f"worker {k}"
-            self.shards.keep(name, handed, self.memory.lease(name, 8))
+            self.shards.keep(name, shard, self.memory.lease(name, 8))
 
     def _peer(self, node_rank: int) -> Shards:
         plan = self.round.plan
@@ -93,7 +93,7 @@ class Agent:
         """Return what the other one has."""
         return self._peer(node_rank).held(wanted)
 
-    def fetch_part(
+    def fetch_shard(
         self,
         node_rank: int,
         part: tuple[int, int, int],
@@ -104,9 +104,9 @@ class Agent:
         found = self._peer(node_rank).serve(*part)
         if found is None:
             return None
-        handed, memory = found
-        into(handed.end)[: handed.end] = memory[: handed.end]
-        return handed.stage.uuid, handed.images
+        shard, memory = found
+        into(shard.end)[: shard.end] = memory[: shard.end]
+        return shard.stage.uuid, shard.images
 
 
 @pytest.fixture(autouse=True)
@@ -206,14 +206,14 @@ def test_many_shards_are_fetched_at_the_same_time() -> None:
         agent.save()
     one, other = network.agents.values()
     together = threading.Barrier(FETCHED_AT_ONCE, timeout=20.0)
-    fetch, fetched = one.fetch_part, []
+    fetch, fetched = one.fetch_shard, []
 
     def slow(node_rank: int, part: tuple[int, int, int], *args: Any) -> tuple[str, Files] | None:
         fetched.append(part[2])
         together.wait()
         return fetch(node_rank, part, *args)
 
-    one.fetch_part = slow  # type: ignore[method-assign]
+    one.fetch_shard = slow  # type: ignore[method-assign]
     found: list[int] = []
     wanted = range(EACH, 2 * EACH)
 

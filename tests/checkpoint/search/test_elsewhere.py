@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.checkpoint.records import Committed, Location
 from elaunch.checkpoint.search.elsewhere import committed_at, find_at
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import CheckpointError
 
 
@@ -21,8 +21,8 @@ def committed(place: Location, step: int) -> Committed:
     """Commit a checkpoint of one file."""
     storage, stage = open_storage(place), Stage(step, 0, uuid.uuid4().hex)
     storage.prepare("other", given=True)
-    part = Part(0, 1, "other", {"steps_completed": step})
-    storage.write_part(stage, part, [Image("model.pt", [b"x" * step])])
+    part = ShardHeader(0, 1, "other", {"steps_completed": step})
+    storage.write_shard(stage, part, [Image("model.pt", [b"x" * step])])
     return storage.commit(stage, lambda: None)
 
 

@@ -149,7 +149,7 @@ def test_a_save_killed_at_each_step(
 def test_finishing_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
     at, torn = storages.stage(130), storages.stage(140)
     storages.write(storage, at)
-    storage.write_part(torn, storages.part(0, 2, 140), [Image("a", [b"x"])])
+    storage.write_shard(torn, storages.header(0, 2, 140), [Image("a", [b"x"])])
     for left in killed_everywhere("finish"):
         left.finish_stages("digits")
         assert [found.step for found in left.listed()] == [120, 130]
@@ -420,7 +420,7 @@ def fill(small: Path, budget: int) -> None:
     at = storages.stage(130)
     images = [Image(f"{i}.bin", [os.urandom(125_000)]) for i in range(4)]
     try:
-        storage.write_part(at, storages.part(0, 1, 130), images)
+        storage.write_shard(at, storages.header(0, 1, 130), images)
         storage.commit(at, lambda: None)
     except OSError as error:
         assert error.errno == errno.ENOSPC

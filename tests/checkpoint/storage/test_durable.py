@@ -39,7 +39,7 @@ def test_large_pieces_have_the_same_checksum(tmp_path: Path) -> None:
     pieces = [os.urandom(20 * 2**20), b"", os.urandom(3)]
     entry = durable.write_file(tmp_path, "a", [memoryview(piece) for piece in pieces])
     assert entry.checksum == checksum_of(tmp_path / "a")
-    assert durable.seal_file(tmp_path, "a") == entry
+    assert durable.sync_file(tmp_path, "a") == entry
     assert entry.mtime_ns == (tmp_path / "a").stat().st_mtime_ns
 
 
@@ -106,7 +106,7 @@ def test_a_failed_fsync_of_a_sealed_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output") as raised:
-        durable.seal_file(tmp_path, "a")
+        durable.sync_file(tmp_path, "a")
     assert raised.value.filename == str(tmp_path / "a")
 
 
@@ -137,13 +137,13 @@ def test_a_file_that_changes_while_it_is_sealed(
 
     monkeypatch.setattr(os, "fsync", write_and_sync)
     with pytest.raises(SaveError, match="a was changed while it was sealed"):
-        durable.seal_file(tmp_path, "a")
+        durable.sync_file(tmp_path, "a")
 
 
 def test_what_is_no_file_is_not_sealed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     with pytest.raises(CheckpointError, match="not a regular file: a"):
-        durable.seal_file(tmp_path, "a")
+        durable.sync_file(tmp_path, "a")
 
 
 def test_parents_are_made_below_what_is_there_only(tmp_path: Path) -> None:

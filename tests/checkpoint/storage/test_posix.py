@@ -15,7 +15,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.search.latest import find_latest
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import CheckpointError, SaveError
 from tests.checkpoint import makers, storages
 from tests.opens import opened_below
@@ -83,7 +83,7 @@ def test_pieces_are_joined(storage: PosixStorage) -> None:
     many = [bytes([i % 256]) for i in range(3000)]
     images = [Image("a", pieces), Image("b", many)]
     assert images[0].size == 8008
-    storage.write_part(at, storages.part(0, 1), images)
+    storage.write_shard(at, storages.header(0, 1), images)
     done = storage.commit(at, lambda: None)
     with storage.fetch(done) as path:
         assert (path / "a").read_bytes() == b"head" + numbers.tobytes() + b"tail"
@@ -93,8 +93,8 @@ def test_pieces_are_joined(storage: PosixStorage) -> None:
 
 def test_merged_metadata(storage: PosixStorage) -> None:
     at = storages.stage()
-    storage.write_part(at, storages.part(0, rank_0="ok", lr={"a": 1}), [])
-    storage.write_part(at, storages.part(1, rank_1="ok", lr={"b": [2]}), [])
+    storage.write_shard(at, storages.header(0, rank_0="ok", lr={"a": 1}), [])
+    storage.write_shard(at, storages.header(1, rank_1="ok", lr={"b": [2]}), [])
     done = storage.commit(at, lambda: None)
     wanted = {"steps_completed": 120, "rank_0": "ok", "rank_1": "ok", "lr": {"a": 1, "b": [2]}}
     assert done.metadata == wanted == storage.listed()[0].metadata
@@ -102,8 +102,8 @@ def test_merged_metadata(storage: PosixStorage) -> None:
 
 def test_contradicting_metadata(storage: PosixStorage) -> None:
     at = storages.stage()
-    storage.write_part(at, storages.part(0, loss=0.5), [])
-    storage.write_part(at, storages.part(1, loss=0.7), [])
+    storage.write_shard(at, storages.header(0, loss=0.5), [])
+    storage.write_shard(at, storages.header(1, loss=0.7), [])
     with pytest.raises(SaveError, match=r"loss is 0\.5 \(rank 0\), 0\.7 \(rank 1\)"):
         storage.commit(at, lambda: None)
     assert storage.listed() == []
@@ -118,7 +118,7 @@ def test_one_name_equal_content_is_kept_once(storage: PosixStorage, order: tuple
         (below / "same.bin").write_bytes(b"same")
         (below / f"{rank}.bin").write_bytes(b"own")
         assert storage.own_files(at, below) == [f"{rank}.bin", "same.bin"]
-        storage.seal(at, storages.part(rank), storage.own_files(at, below), below)
+        storage.write_manifest(at, storages.header(rank), storage.own_files(at, below), below)
     done = storage.commit(at, lambda: None)
     lists = [
         [file["path"] for file in json.loads((done_path(done) / name).read_text())["files"]]
@@ -140,7 +140,7 @@ def test_one_name_different_content(storage: PosixStorage) -> None:
     for rank in (0, 1, 2):
         below = storage.open_stage(at, rank)
         (below / "x.bin").write_bytes(b"aa" if rank == 1 else b"bb")
-        storage.seal(at, storages.part(rank, 3), ["x.bin"], below)
+        storage.write_manifest(at, storages.header(rank, 3), ["x.bin"], below)
     with pytest.raises(SaveError, match=r"x\.bin: .*\(ranks 0, 2\), .*\(rank 1\)"):
         storage.commit(at, lambda: None)
     assert storage.listed() == []
@@ -152,16 +152,16 @@ def test_a_file_where_another_has_a_directory(storage: PosixStorage) -> None:
         below = storage.open_stage(at, rank)
         (below / name).parent.mkdir(exist_ok=True)
         (below / name).write_bytes(b"x")
-        storage.seal(at, storages.part(rank), [name], below)
+        storage.write_manifest(at, storages.header(rank), [name], below)
     with pytest.raises(SaveError, match=r"a is a file of rank 0 and a directory of rank 1 \(a/b\)"):
         storage.commit(at, lambda: None)
 
 
 def test_an_image_where_another_has_a_directory(storage: PosixStorage) -> None:
     at = storages.stage()
-    storage.write_part(at, storages.part(0), [Image("a", [b"x"])])
+    storage.write_shard(at, storages.header(0), [Image("a", [b"x"])])
     with pytest.raises(SaveError, match="rank 1 has a file where another has a directory"):
-        storage.write_part(at, storages.part(1), [Image("a/b", [b"x"])])
+        storage.write_shard(at, storages.header(1), [Image("a/b", [b"x"])])
 
 
 def test_moved_from_elsewhere_also_from_another_file_system(
@@ -175,7 +175,7 @@ def test_moved_from_elsewhere_also_from_another_file_system(
     storage.open_stage(at)
     try:
         for rank, source in enumerate([tmp_path / "mine", other]):
-            storage.seal(at, storages.part(rank), storage.own_files(at, source), source)
+            storage.write_manifest(at, storages.header(rank), storage.own_files(at, source), source)
         done = storage.commit(at, lambda: None)
     finally:
         shutil.rmtree(other)
@@ -192,8 +192,8 @@ def test_moved_from_elsewhere_also_from_another_file_system(
 )
 def test_names_that_cannot_be(storage: PosixStorage, name: str) -> None:
     for write in (
-        lambda at: storage.write_part(at, storages.part(0, 1), [Image(name, [b"x"])]),
-        lambda at: storage.seal(at, storages.part(0, 1), [name]),
+        lambda at: storage.write_shard(at, storages.header(0, 1), [Image(name, [b"x"])]),
+        lambda at: storage.write_manifest(at, storages.header(0, 1), [name]),
     ):
         with pytest.raises(CheckpointError, match="a checkpoint's file cannot be called"):
             write(storages.stage())
@@ -203,14 +203,16 @@ def test_hidden_and_nested_names_are_fine(storage: PosixStorage) -> None:
     at = storages.stage()
     names = [".metadata", "sub/COMMIT", "sub/metadata.json", "__0_0.distcp", "été/漢.bin", "a b"]
     images = [Image(name, [name.encode()]) for name in names]
-    storage.write_part(at, storages.part(0, 1), images)
+    storage.write_shard(at, storages.header(0, 1), images)
     assert storage.own_files(at) == sorted(names)
     storage.verify(storage.commit(at, lambda: None))
 
 
 def test_a_name_given_twice(storage: PosixStorage) -> None:
     with pytest.raises(CheckpointError, match="more than one file called 'a'"):
-        storage.write_part(storages.stage(), storages.part(0, 1), [Image("a", []), Image("a", [])])
+        storage.write_shard(
+            storages.stage(), storages.header(0, 1), [Image("a", []), Image("a", [])]
+        )
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "COMMIT", "metadata.json", "linked directory"])
@@ -237,9 +239,9 @@ def test_own_files_refuses(storage: PosixStorage, tmp_path: Path, kind: str) -> 
     ],
 )
 def test_metadata_that_json_has_not(storage: PosixStorage, metadata: object, reason: str) -> None:
-    bad = Part(0, 1, "digits", metadata)  # type: ignore[arg-type]
+    bad = ShardHeader(0, 1, "digits", metadata)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=reason):
-        storage.write_part(storages.stage(), bad, [])
+        storage.write_shard(storages.stage(), bad, [])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_steps_completed_is_the_step(
     storage: PosixStorage, metadata: dict[str, object], reason: str
 ) -> None:
     at = storages.stage()
-    storage.write_part(at, Part(0, 1, "digits", metadata), [])
+    storage.write_shard(at, ShardHeader(0, 1, "digits", metadata), [])
     with pytest.raises(SaveError, match=reason):
         storage.commit(at, lambda: None)
 
@@ -266,18 +268,18 @@ def test_parts_that_do_not_belong_together(storage: PosixStorage) -> None:
     storage.open_stage(at)
     with pytest.raises(SaveError, match="no rank has sealed"):
         storage.commit(at, lambda: None)
-    storage.write_part(at, storages.part(1, 3), [])
+    storage.write_shard(at, storages.header(1, 3), [])
     with pytest.raises(SaveError, match=r"of rank 0, 2 \(world size 3\)"):
         storage.commit(at, lambda: None)
-    storage.write_part(at, storages.part(0, 2), [])
+    storage.write_shard(at, storages.header(0, 2), [])
     with pytest.raises(SaveError, match="world_size is 2 for rank 0 and 3 for rank 1"):
         storage.commit(at, lambda: None)
-    other = Part(0, 3, "mnist", {})
-    storage.write_part(at, other, [])
+    other = ShardHeader(0, 3, "mnist", {})
+    storage.write_shard(at, other, [])
     with pytest.raises(SaveError, match="run_id is 'mnist' for rank 0 and 'digits' for rank 1"):
         storage.commit(at, lambda: None)
     stranger = storages.stage()
-    storage.write_part(stranger, storages.part(0, 1), [])
+    storage.write_shard(stranger, storages.header(0, 1), [])
     name = layout.manifest_name(0)
     content = (storage.open_stage(stranger) / name).read_bytes()
     (storage.open_stage(at) / name).write_bytes(content)
@@ -291,7 +293,7 @@ def test_files_changed_after_they_were_sealed(storage: PosixStorage, change: str
     path = storage.open_stage(at)
     (path / "x.bin").write_bytes(b"123")
     os.utime(path / "x.bin", ns=(1, 1))
-    storage.seal(at, storages.part(0, 1), ["x.bin"])
+    storage.write_manifest(at, storages.header(0, 1), ["x.bin"])
     if change in ("gone", "link"):
         (path / "x.bin").unlink()
     if change == "link":
@@ -340,9 +342,9 @@ def test_a_stage_that_vanishes(storage: PosixStorage) -> None:
             return super().__iter__()
 
     with pytest.raises(SaveError, match="was removed while rank 0 wrote into it"):
-        storage.write_part(at, storages.part(0, 1), [Image("a", Vanishing([b"x"]))])
+        storage.write_shard(at, storages.header(0, 1), [Image("a", Vanishing([b"x"]))])
     with pytest.raises(SaveError, match="was removed while rank 0 wrote into it"):
-        storage.seal(at, storages.part(0, 1), ["a"])
+        storage.write_manifest(at, storages.header(0, 1), ["a"])
     assert entries(storage, layout.STAGE) == []
 
 
@@ -351,9 +353,9 @@ def test_finish_commits_what_is_complete_and_clears_the_rest(storage: PosixStora
     for at in (complete, broken, live):
         storages.write(storage, at)
     (storage.open_stage(broken) / "rank1.bin").write_bytes(b"\x01" * 999 + b"\x02")
-    storage.write_part(torn, storages.part(0, step=1), [Image("a", [b"x"])])
+    storage.write_shard(torn, storages.header(0, step=1), [Image("a", [b"x"])])
     storage.open_stage(empty)
-    storage.write_part(foreign, Part(0, 2, "mnist", {}), [])
+    storage.write_shard(foreign, ShardHeader(0, 2, "mnist", {}), [])
     (storage.place / layout.STAGE / "notes").mkdir()
     done = storage.finish_stages("digits", keep=[live.name])
     assert [found.uuid for found in done] == [complete.uuid]
@@ -520,7 +522,7 @@ def test_nodes_with_directories_of_their_own(tmp_path: Path) -> None:
     for rank, node in enumerate(nodes):
         node.prepare("digits", given=True)
         images = [Image(f"{rank}.bin", [b"x" * 10]), Image("both.bin", [b"y"])]
-        node.write_part(at, storages.part(rank), images)
+        node.write_shard(at, storages.header(rank), images)
     every = {rank: node.manifests(at)[rank] for rank, node in enumerate(nodes)}
     for node in nodes:
         node.adopt(at, every)

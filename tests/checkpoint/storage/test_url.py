@@ -17,7 +17,7 @@ import pytest
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.objects import Objects
-from elaunch.checkpoint.storage.storage import Image, Part, ReadBefore, open_storage
+from elaunch.checkpoint.storage.storage import Image, ReadBefore, ShardHeader, open_storage
 from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from tests.checkpoint import storages
@@ -99,15 +99,15 @@ def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks(storage: ObjectStorage) -> None:
     at = storages.stage()
-    storage.write_part(
-        at, storages.part(0), [Image("a", [b"12", memoryview(b"3")]), Image("e", [])]
+    storage.write_shard(
+        at, storages.header(0), [Image("a", [b"12", memoryview(b"3")]), Image("e", [])]
     )
     below = storage.open_stage(at, 1)
     (below / "d").mkdir()
     (below / "d" / "ü.bin").write_bytes(b"x" * 10)
     (below / ".metadata").write_bytes(b"m")
     assert storage.own_files(at, below) == [".metadata", "d/ü.bin"]
-    storage.seal(at, storages.part(1, rank_1="ok"), storage.own_files(at, below), below)
+    storage.write_manifest(at, storages.header(1, rank_1="ok"), storage.own_files(at, below), below)
     assert storage.listed() == []
     assert sorted(storage.manifests(at)) == [0, 1]
     done = storage.commit(at, lambda: None, {"metrics": {"loss": 0.5}})
@@ -138,7 +138,7 @@ def test_conflicts(storage: ObjectStorage) -> None:
     for rank in range(2):
         below = storage.open_stage(at, rank)
         (below / "x").write_bytes(bytes([rank]))
-        storage.seal(at, storages.part(rank), ["x"], below)
+        storage.write_manifest(at, storages.header(rank), ["x"], below)
     with pytest.raises(SaveError, match=r"x: different content: .*\(rank 0\), .*\(rank 1\)"):
         storage.commit(at, lambda: None)
     assert storage.listed() == []
@@ -168,8 +168,8 @@ def test_finish(storage: ObjectStorage) -> None:
     for at in (complete, broken, live):
         storages.write(storage, at)
     overwrite(storage, f"{broken.name}/rank1.bin", b"\x01" * 999 + b"\x02")
-    storage.write_part(torn, storages.part(0, step=1), [Image("a", [b"x"])])
-    storage.write_part(foreign, Part(0, 2, "mnist", {}), [])
+    storage.write_shard(torn, storages.header(0, step=1), [Image("a", [b"x"])])
+    storage.write_shard(foreign, ShardHeader(0, 2, "mnist", {}), [])
     done = storage.finish_stages("digits", keep=[live.name])
     assert [found.uuid for found in done] == [complete.uuid]
     assert storage.listed() == done
@@ -367,7 +367,7 @@ def test_local_copies_do_not_stay(storage: ObjectStorage) -> None:
     at = storages.stage()
     path = storage.open_stage(at)
     (path / "a").write_bytes(b"1")
-    storage.seal(at, storages.part(0, 1), storage.own_files(at))
+    storage.write_manifest(at, storages.header(0, 1), storage.own_files(at))
     assert os.listdir(path) == []
     storage.commit(at, lambda: None)
     assert not path.exists()

@@ -9,31 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.checkpoint.records import Part, Stage
-from elaunch.checkpoint.writing.manifests import FileEntry, decode, seal
+from elaunch.checkpoint.records import ShardHeader, Stage
+from elaunch.checkpoint.writing.manifests import FileEntry, decode, encode_checked
 from elaunch.errors import CheckpointError
 
 STAGE = Stage(120, 3, "9c-1_x")
 FILES = (FileEntry("a", 0, "sha256:00", 5), FileEntry("sub/ü", 7, "sha256:11"))
-PART = Part(1, 2, "digits", {"steps_completed": 120, "x": {"y": [1, None]}}, "here", 7)
+HEADER = ShardHeader(1, 2, "digits", {"steps_completed": 120, "x": {"y": [1, None]}}, "here", 7)
 
 
 def test_there_and_back() -> None:
-    read = decode(seal(STAGE, PART, FILES), 1)
-    assert (read.stage, read.part, read.files) == (STAGE, PART, FILES)
+    read = decode(encode_checked(STAGE, HEADER, FILES), 1)
+    assert (read.stage, read.header, read.files) == (STAGE, HEADER, FILES)
 
 
 def test_a_part_says_which_process_writes_it() -> None:
     import os
     import socket
 
-    part = Part(0, 1, "digits", {})
+    part = ShardHeader(0, 1, "digits", {})
     assert (part.host, part.pid) == (socket.gethostname(), os.getpid())
 
 
 def test_a_rank_outside_its_world() -> None:
     with pytest.raises(CheckpointError, match="rank 2 is not below the world size 2"):
-        seal(STAGE, Part(2, 2, "digits", {}), [])
+        encode_checked(STAGE, ShardHeader(2, 2, "digits", {}), [])
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_a_rank_outside_its_world() -> None:
     ],
 )
 def test_damaged(change: dict[str, Any], reason: str) -> None:
-    document = {**json.loads(seal(STAGE, PART, FILES)), **change}
+    document = {**json.loads(encode_checked(STAGE, HEADER, FILES)), **change}
     with pytest.raises(CheckpointError, match=reason):
         decode(json.dumps(document).encode(), 1)
 
 
 @given(st.data())
 def test_no_damage_raises_anything_else(data: st.DataObject) -> None:
-    content = bytearray(seal(STAGE, PART, FILES))
+    content = bytearray(encode_checked(STAGE, HEADER, FILES))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     try:

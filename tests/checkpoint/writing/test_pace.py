@@ -31,7 +31,7 @@ def led(own: Pace, steps: Iterator[int]) -> None:
         except OSError as error:
             errors.append(error)
 
-    own.lead(work)
+    own.supervise(work)
     if errors:
         raise errors[0]
 
@@ -93,7 +93,7 @@ def test_a_file_is_the_same_at_every_pace(tmp_path: Path, monkeypatch: pytest.Mo
         own = Pace()
         write = partial(durable.write_file, tmp_path, f"paced{number}", pieces, own)
         entries: list[FileEntry] = []
-        own.lead(lambda write=write, entries=entries: entries.append(write()))  # type: ignore[misc]
+        own.supervise(lambda write=write, entries=entries: entries.append(write()))  # type: ignore[misc]
         (made,) = entries
         assert (made.size, made.checksum) == (plain.size, plain.checksum)
         assert (tmp_path / f"paced{number}").read_bytes() == b"".join(pieces)

@@ -26,7 +26,7 @@ import act  # from the script's own directory
 import checkpoint_fault
 
 import elaunch
-from elaunch.checkpoint.storage.storage import Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import ShardHeader, Stage, open_storage
 
 
 def content(step: int, rank: int, size: int) -> bytes:
@@ -72,7 +72,7 @@ def actions(ctx: elaunch.Context) -> dict[str, Callable[[str], None]]:
         stage = Stage(step, round_, uuid.uuid4().hex)
         (storage.open_stage(stage) / "part-0.bin").write_bytes(content(step, 0, 100))
         metadata = {"steps_completed": step, "size": 100}
-        storage.seal(stage, Part(0, 1, ctx.info.run_id, metadata), ["part-0.bin"])
+        storage.write_manifest(stage, ShardHeader(0, 1, ctx.info.run_id, metadata), ["part-0.bin"])
         try:
             saver = ctx.checkpoint._opening.alone().saver
             storage.commit(stage, lambda: saver.fence(round_))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import elaunch
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
@@ -22,6 +22,6 @@ if __name__ == "__main__":
         stage = Stage(2, 0, "once")
         storage.open_stage(stage)
         images = [Image("deep/data.bin", [bytes(5000)]), Image("more.bin", [b"mo", b"re"])]
-        part = Part(0, 1, storage.listed()[0].run_id, {"steps_completed": 2})
-        storage.write_part(stage, part, images)
+        part = ShardHeader(0, 1, storage.listed()[0].run_id, {"steps_completed": 2})
+        storage.write_shard(stage, part, images)
         storage.commit(stage, lambda: None)

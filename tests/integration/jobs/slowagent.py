@@ -16,7 +16,7 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 PAUSE = threading.Event()
 patience.FIRST_S = 4.0
 directory, (word, step) = Path(sys.argv.pop(1)), sys.argv.pop(1).split("=")
-name = {"write": "write_part", "commit": "commit"}[word]
+name = {"write": "write_shard", "commit": "commit"}[word]
 real = getattr(PosixStorage, name)
 
 

@@ -12,8 +12,8 @@ from msgspec import structs
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver.plan import SaverPlan
 from elaunch.agent.saver.saver import AgentSaver
+from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.storage.storage import open_storage
@@ -36,7 +36,7 @@ class SavingAgent:
         self.storage = open_storage(place)
         self.storage.prepare(RUN_ID, given=True)
         self._inbox: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
-        self.saver = AgentSaver(SaverPlan(settings, self._inbox.put, DirectoryFinisher(settings)))
+        self.saver = AgentSaver(SaverSetup(settings, self._inbox.put, DirectoryFinisher(settings)))
         self.socket = directory / "agent.sock"
         self._links = WorkerLinks(self._inbox.put, self.saver.serve)
         self._links.start()

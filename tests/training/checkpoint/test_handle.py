@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import elaunch
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from tests.launching import wait_until
 from tests.training.checkpoint.groups import Raised, in_group
@@ -43,15 +43,15 @@ def handles(ctx: Any, go: Path) -> Any:
 
 def test_a_handle_with_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done when it is committed; each has its own checkpoint, whatever came after."""
-    write, go = PosixStorage.write_part, tmp_path / "go"
+    write, go = PosixStorage.write_shard, tmp_path / "go"
 
-    def slow(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def slow(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         pause = threading.Event()
         while not go.exists():
             pause.wait(0.01)
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_shard", slow)
     said = in_group(handles, 2, tmp_path, go, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
     newest, lower = "step-00000020.r0", "step-00000010.r0"
@@ -100,7 +100,7 @@ def test_a_rank_that_has_asked_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*_: Any) -> bytes:
         raise OSError(5, "Input/output error", "/disk")
 
-    monkeypatch.setattr(PosixStorage, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_shard", fail)
     said = in_group(known_too_late, 2, tmp_path, agent=True)
     assert said[0] == said[1] and "step-00000001.r0 was not committed" in said[0], said
     assert said[0].startswith("save: ranks 0, 1 on host")
@@ -125,13 +125,13 @@ def test_storage_that_takes_longer_than_ranks_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is waited for as long as it takes something, where the script gives no timeout."""
-    write = PosixStorage.write_part
+    write = PosixStorage.write_shard
 
-    def slow(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def slow(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         threading.Event().wait(3.0)
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", slow)
+    monkeypatch.setattr(PosixStorage, "write_shard", slow)
     said = in_group(patient, 2, tmp_path, agent=True)
     names = [f"step-{step:08d}.r0" for step in (10, 20, 20)]
     assert said == 2 * [[*names, True, "step-00000030.r0"]]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.opening import OpenedContext
@@ -61,8 +61,8 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     url, stage = f"memory://{uuid.uuid4().hex}", Stage(40, 2, uuid.uuid4().hex)
     storage = open_storage(url)
     storage.prepare("digits", given=True)
-    part = Part(0, 1, "digits", {"steps_completed": 40})
-    storage.write_part(stage, part, [Image("model.pt", [b"x"])])
+    part = ShardHeader(0, 1, "digits", {"steps_completed": 40})
+    storage.write_shard(stage, part, [Image("model.pt", [b"x"])])
     saved = storage.commit(stage, lambda: None)
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", url)
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": url, "ELAUNCH_RESUME_STEP": "40"}
@@ -189,7 +189,9 @@ def test_any_rank_may_ask_for_the_latest_alone(ranks: Ranks) -> None:
     assert not ranks.place.exists()
     ranks.run(2, lambda checkpoint, _: [checkpoint.save_ddp({"x": 1}, at) for at in (1, 2)]).all()
     storage, stage = open_storage(ranks.place), Stage(3, 0, uuid.uuid4().hex)
-    storage.write_part(stage, Part(0, 1, "job", {"steps_completed": 3}), [Image("x", [b"x"])])
+    storage.write_shard(
+        stage, ShardHeader(0, 1, "job", {"steps_completed": 3}), [Image("x", [b"x"])]
+    )
 
     def work(checkpoint: CheckpointContext, rank: int) -> Any:
         if rank == 0:  # the other one asks alone

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elaunch
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.training.checkpoint.dcp import read
 from elaunch.training.checkpoint.state import tensors
@@ -318,14 +318,14 @@ def failing_background(ctx: Any) -> Any:
 
 def test_a_shard_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks get it in the next call, once; its handle raises it each time."""
-    write = PosixStorage.write_part
+    write = PosixStorage.write_shard
 
-    def fail(self: PosixStorage, stage: Stage, part: Part, images: Any) -> bytes:
+    def fail(self: PosixStorage, stage: Stage, part: ShardHeader, images: Any) -> bytes:
         if part.rank == 1 and stage.step < 4:
             raise OSError(5, "Input/output error", "/disk")
         return write(self, stage, part, images)
 
-    monkeypatch.setattr(PosixStorage, "write_part", fail)
+    monkeypatch.setattr(PosixStorage, "write_shard", fail)
     said = in_group(failing_background, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
     told, *steps = said[0]

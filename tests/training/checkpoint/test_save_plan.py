@@ -239,8 +239,8 @@ def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
 def full_disk(ctx: Any, block: bool) -> Any:
     """Save to a disk that is full for one rank's shard, then to one that is not."""
     storage = ctx.checkpoint._opening.storage
-    write = storage.write_part
-    storage.write_part = lambda stage, part, images: full_for_rank_1(write, stage, part, images)
+    write = storage.write_shard
+    storage.write_shard = lambda stage, part, images: full_for_rank_1(write, stage, part, images)
     told = []
     try:
         ctx.checkpoint.save({"x": torch.zeros(3)}, 1, block=block)
@@ -262,12 +262,12 @@ def test_a_full_disk_fails_the_save_and_not_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
 ) -> None:
     """All ranks get the error; the next save works."""
-    write = PosixStorage.write_part
+    write = PosixStorage.write_shard
 
     def full(self: PosixStorage, *given: Any) -> bytes:
         return full_for_rank_1(lambda *more: write(self, *more), *given)
 
-    monkeypatch.setattr(PosixStorage, "write_part", full)  # in the agent
+    monkeypatch.setattr(PosixStorage, "write_shard", full)  # in the agent
     said = in_group(full_disk, 2, tmp_path, block, agent=not block)
     assert not isinstance(said[0], Raised), said[0]
     assert said[0] == said[1] == ([True], 2, 1), said

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.storage import Image, Part, Stage, open_storage
+from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import SaveError, UsageError
 from elaunch.training.checkpoint import where
 from elaunch.training.place.info import Info, read
@@ -107,7 +107,9 @@ def test_an_agents_stages_are_the_agents(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     storage.prepare("digits", given=True)
     stage = Stage(10, 0, "u")
-    storage.write_part(stage, Part(0, 1, "digits", {"steps_completed": 10}), [Image("x", [b"x"])])
+    storage.write_shard(
+        stage, ShardHeader(0, 1, "digits", {"steps_completed": 10}), [Image("x", [b"x"])]
+    )
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ELAUNCH_ROUND": "3"}
     told = info(ELAUNCH_RUN_ID="digits", **place)

@@ -29,7 +29,7 @@ from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import (
     Committed,
     Location,
-    Part,
+    ShardHeader,
     Stage,
     Storage,
     open_storage,
@@ -77,16 +77,16 @@ def to_torch_file(
         )
     from torch.distributed.checkpoint import CheckpointException
 
-    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
+    draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
     try:
-        _convert(directory, part, metadata or {}, trusted)
-        _sync(part)
-        os.replace(part, file)
+        _convert(directory, draft, metadata or {}, trusted)
+        _sync(draft)
+        os.replace(draft, file)
         _sync(file.parent)
     except CheckpointException as error:  # a BaseException, with one failure for each rank
         raise CheckpointError(f"torch cannot read {directory}: {_first(error.failures)}") from None
     except OSError as error:
-        error.filename = str(file) if error.filename == str(part) else error.filename
+        error.filename = str(file) if error.filename == str(draft) else error.filename
         raise
     except RuntimeError as error:
         if behind := os_error_behind(error, file):
@@ -94,16 +94,16 @@ def to_torch_file(
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"torch cannot write {directory} to {file}: {why}") from None
     finally:
-        part.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
-def _convert(directory: Path, part: Path, metadata: Mapping[str, Any], trusted: bool) -> None:
+def _convert(directory: Path, draft: Path, metadata: Mapping[str, Any], trusted: bool) -> None:
     import torch
 
     state = _read(directory, trusted)
     _refill(state, metadata.get(EMPTY_DICTS) or [])
     _renumber(state, metadata.get(NUMBER_KEYS) or [])
-    with part.open("wb") as opened:
+    with draft.open("wb") as opened:
         torch.save(state, opened)
 
 
@@ -294,7 +294,7 @@ def import_file(
         try:
             said = from_torch_file(file, storage.open_stage(stage), trusted)
             said |= {layout.STEPS_COMPLETED: step, "imported_from": file.name}
-            storage.seal(stage, Part(0, 1, owner, said), storage.own_files(stage))
+            storage.write_manifest(stage, ShardHeader(0, 1, owner, said), storage.own_files(stage))
             return storage.commit(stage, _no_fence, {"started": began})
         except BaseException:
             storage.discard(stage)

@@ -43,7 +43,7 @@ from elaunch.training.checkpoint import restore
 from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import fill, plainstate
 from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
-from elaunch.training.checkpoint.store import part_of, save_together
+from elaunch.training.checkpoint.store import header_of, save_together
 from elaunch.training.checkpoint.together import agree, guarded, os_error_behind
 
 FILE: Final = "state.pt"
@@ -79,7 +79,7 @@ def save(parts: CallContext, state: Mapping[str, Any], saving: Saving) -> Commit
         )[1]
         if problem is not None:
             raise problem
-        return parts.storage.seal(stage, part_of(parts, saving, writers=1), [FILE])
+        return parts.storage.write_manifest(stage, header_of(parts, saving, writers=1), [FILE])
 
     return save_together(parts, saving, write)
 
@@ -170,8 +170,8 @@ def _read(
 def _manifests(found: Committed, path: Path) -> Path | None:
     """Return where the manifests are that the file has to fit; None: it has none to fit."""
     # A copy of what is at a URL was compared when it was fetched.
-    sealed = isinstance(found.place, Path) and path.name == FILE and not restore.is_foreign(found)
-    return path.parent if sealed else None
+    listed = isinstance(found.place, Path) and path.name == FILE and not restore.is_foreign(found)
+    return path.parent if listed else None
 
 
 def _load(path: Path, manifests: Path | None) -> Any:

@@ -26,11 +26,11 @@ from elaunch.wire.saver import (
     CLOSE_S,
     MARGIN_S,
     Files,
-    Handed,
+    StagedShard,
     committed_from_json,
     committed_to_json,
     files_from_json,
-    handed_to_json,
+    shard_to_json,
 )
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ class AgentSaverClient:
         self._begun = bool(answer["begun"])
         return self._begun
 
-    def staged(self, handed: Handed) -> None:
+    def staged(self, shard: StagedShard) -> None:
         """Stage what is in the memory; it is the agent's, even if this process ends at once.
 
         Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
         """
         self._begun = False
-        self._ask("staged", ANSWER_S, handed=handed_to_json(handed))
+        self._ask("staged", ANSWER_S, handed=shard_to_json(shard))
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.

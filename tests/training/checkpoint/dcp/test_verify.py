@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.checksums import BLOCK, checksum_of
-from elaunch.checkpoint.writing.manifests import FileEntry, seal
+from elaunch.checkpoint.writing.manifests import FileEntry, encode_checked
 from elaunch.errors import DamageError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source, SourceFile
@@ -56,8 +56,8 @@ def content(tmp_path: Path) -> bytes:
 def sealed(path: Path, checksum: str) -> None:
     """Write the manifest of the file."""
     entry = FileEntry("file", SIZE, checksum)
-    part = Part(0, 1, "run", {}, "here", 1)
-    (path / layout.manifest_name(0)).write_bytes(seal(Stage(1, 0, "u"), part, [entry]))
+    part = ShardHeader(0, 1, "run", {}, "here", 1)
+    (path / layout.manifest_name(0)).write_bytes(encode_checked(Stage(1, 0, "u"), part, [entry]))
 
 
 PIECES = [

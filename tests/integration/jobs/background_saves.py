@@ -18,10 +18,10 @@ import threading
 from pathlib import Path
 
 import elaunch
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.training.checkpoint.saver.agent import connected
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
 STEPS = (10, 20, 30)
 LONG = 60.0
@@ -46,8 +46,8 @@ with elaunch.init(announce=False) as ctx:
         assert saver.begin(True, LONG)
         saver.memory(4)[:4] = b"%02d.%d" % (step, ranks.rank)
         stage = Stage(step, info.round, ranks.broadcast(os.urandom(4).hex()))
-        part = Part(ranks.rank, ranks.size, info.run_id, {"steps_completed": step})
-        saver.staged(Handed(stage, part, ((f"part-{ranks.rank}", ((0, 4),)),)))
+        part = ShardHeader(ranks.rank, ranks.size, info.run_id, {"steps_completed": step})
+        saver.staged(StagedShard(stage, part, ((f"part-{ranks.rank}", ((0, 4),)),)))
         ranks.barrier()
         print(f"{ranks.rank} handed over {step}", flush=True)
         if info.round == 0 and f"{step}:kill={ranks.rank}" in words:

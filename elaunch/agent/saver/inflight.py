@@ -8,8 +8,7 @@
 
 Ranks may be on several nodes. The process with rank 0 receives every manifest and commits; another
 one is done with a save when the shards of its own ranks are written. Nothing here touches a file;
-waits have deadlines, and what is private to elaunch.checkpoint.writing.queue is called with the
-lock held.
+waits have deadlines, and what elaunch.agent.saver.queue alone calls is called with the lock held.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.writing.pace import Pace
 from elaunch.errors import SaveError
 from elaunch.runs.record import SavesRecord
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
-PART_DEADLINE_S = 600.0
+SHARD_DEADLINE_S = 600.0
 """Seconds for all ranks to stage their shards, after the first, or after another node has last
 reported that it still writes one."""
 WRITE_DEADLINE_S = 1800.0
@@ -49,28 +48,28 @@ class Save:
     Attributes:
         stage, world_size: which one, and how many shards it has.
         began: when the first shard came, in monotonic seconds.
-        handed: the shards that were staged in this process, by rank.
+        shards: what was staged in this process, by rank.
         commits: whether this process commits it.
         writing: the ranks whose shards are being written here, and how that gets on.
-        heard: when another node's saver last reported that it writes the shard of a rank.
-        sealed: the manifests that are known, by rank, of all nodes.
+        reported: when another node's saver last reported that it writes the shard of a rank.
+        manifests: those of written shards, of all nodes, by rank.
         committing: whether the commit runs.
         adopting: whether it has yet to write other nodes' manifests into the stage.
-        committed: what it has become.
+        committed: the checkpoint that it has become.
         problem: why it comes to nothing.
-        done: whether nothing is expected of it here any more; threads may still write.
+        done: whether nothing more is expected of it here; threads may still write.
         stays: whether its stage is left to the process that chooses the next checkpoint.
-        adopted: whether it is of an earlier round, and what the round has resumed from.
+        adopted: whether it is of an earlier round, and the round has resumed from it.
     """
 
     stage: Stage
     world_size: int
     began: float
-    handed: dict[int, Handed] = field(default_factory=dict)
+    shards: dict[int, StagedShard] = field(default_factory=dict)
     commits: bool = False
     writing: dict[int, Pace] = field(default_factory=dict)
-    heard: dict[int, float] = field(default_factory=dict)
-    sealed: dict[int, bytes] = field(default_factory=dict)
+    reported: dict[int, float] = field(default_factory=dict)
+    manifests: dict[int, bytes] = field(default_factory=dict)
     committing: bool = False
     adopting: bool = False
     committed: Committed | None = None
@@ -89,16 +88,16 @@ class Save:
         """The message about a save that comes to nothing."""
         return f"checkpoint {self.stage.final} was not committed: {self.problem}"
 
-    def lead(self) -> Handed:
-        """Return the shard whose options count for the whole: that of the lowest rank here."""
-        return self.handed[min(self.handed)]
+    def first_shard(self) -> StagedShard:
+        """Return the shard of the lowest rank here, whose options count for the whole save."""
+        return self.shards[min(self.shards)]
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
         """Return those of ``ranks`` whose shards have not come."""
-        return [r for r in sorted(ranks) if r not in self.handed and r not in self.sealed]
+        return [r for r in sorted(ranks) if r not in self.shards and r not in self.manifests]
 
     def stuck(self, now: float) -> str:
-        """Return why the storage has to be taken for one that hangs at ``now``, or ""."""
+        """Return the text about storage that hangs, judged at ``now``; or ""."""
         late = [r for r, pace in self.writing.items() if now - pace.moved > WRITE_DEADLINE_S]
         if not late:
             return ""
@@ -108,34 +107,34 @@ class Save:
         )
 
     def overdue(self, now: float) -> str:
-        """Return why other ranks are waited for no longer at ``now``, or ""."""
+        """Return the text about ranks whose shards are overdue at ``now``; or ""."""
         late = [
             rank
             for rank in self.missing(range(self.world_size))
-            if now - max(self.began, self.heard.get(rank, 0.0)) > PART_DEADLINE_S
+            if now - max(self.began, self.reported.get(rank, 0.0)) > SHARD_DEADLINE_S
         ]
         if not late:
             return ""
         return (
-            f"{text.ranks(late)} handed over no part within {PART_DEADLINE_S:g} s; every rank "
+            f"{text.ranks(late)} handed over no part within {SHARD_DEADLINE_S:g} s; every rank "
             "has to call save"
         )
 
 
 @dataclass
 class _Rank:
-    """A rank that stages here: the failure that it has yet to raise, and its last checkpoint."""
+    """A rank that stages here: failures that it has yet to raise, and its last checkpoint."""
 
-    untold: list[str] = field(default_factory=list)
+    unreported: list[str] = field(default_factory=list)
     last: Committed | None = None
 
 
 class SavesInFlight:
-    """The saves of one process; ``changed`` is their lock."""
+    """The saves of one process, by the names of their stages; ``changed`` is their lock."""
 
     def __init__(self, place: str) -> None:
         self.changed = threading.Condition()
-        self.saves: dict[str, Save] = {}
+        self.by_stage: dict[str, Save] = {}
         self.gone: set[int] = set()
         self.ending = False
         """Whether the round's ranks have ended: none waits any more."""
@@ -149,7 +148,7 @@ class SavesInFlight:
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
     def join(self, rank: int) -> None:
-        """Have ``rank`` be one that stages here, from now on."""
+        """Note that ``rank`` stages here from now on."""
         with self.changed:
             self._ranks[rank] = _Rank()
             self.gone.discard(rank)
@@ -159,29 +158,29 @@ class SavesInFlight:
         with self.changed:
             self._ranks.pop(rank, None)
             self.gone.add(rank)
-            return [save for save in list(self.saves.values()) if self.drop_if_hopeless(save)]
+            return [save for save in list(self.by_stage.values()) if self.drop_if_hopeless(save)]
 
     def give_up(self, rank: int) -> list[Save]:
-        """Note that ``rank`` stages no shard of what it has begun; return what that ends."""
+        """Note that ``rank`` stages no shard of what it has begun; return the saves that end."""
         with self.changed:
-            open_ = [save for save in self.saves.values() if not save.done]
+            open_ = [save for save in self.by_stage.values() if not save.done]
             ended = [save for save in open_ if save.missing([rank]) and not save.adopted]
             for save in ended:
                 self.drop(save, f"rank {rank} gave up its part")
             return ended
 
     def call_off(self, rank: int, stage: Stage) -> list[Save]:
-        """Note that all ranks have given up ``stage``, as ``rank`` knows; return what that ends."""
+        """Note that all ranks have given up ``stage``, as ``rank`` reports; return what ends."""
         with self.changed:
             save = self.save(stage, 0)
             ended = [] if save.done else [save]
             self.drop(save, "some rank could not hand over its part")
             own = self._ranks.get(rank)
             if own is not None:
-                own.untold = [said for said in own.untold if said != save.verdict]
+                own.unreported = [one for one in own.unreported if one != save.verdict]
             return ended
 
-    def knows(self, rank: int) -> bool:
+    def stages_here(self, rank: int) -> bool:
         """Whether ``rank`` stages here; a shard of another one is a replica."""
         return rank in self._ranks
 
@@ -207,7 +206,7 @@ class SavesInFlight:
                 if self.ending:
                     raise SaveError("the round ends while the save before is in flight")
                 self.changed.wait(LOOK_S if until is None else min(LOOK_S, until - now))
-            self._raise_untold(rank)
+            self._raise_unreported(rank)
             return idle
 
     def in_flight(self, rank: int) -> str:
@@ -216,42 +215,42 @@ class SavesInFlight:
             return " and ".join(s.stage.final for s in self._in_flight(rank, time.monotonic()))
 
     def _in_flight(self, rank: int, now: float) -> list[Save]:
-        """Return what ``rank`` waits for; give up what has had its time."""
+        """Return the saves that ``rank`` waits for; give up those whose time is over."""
         found = []
-        for save in list(self.saves.values()):
+        for save in list(self.by_stage.values()):
             if save.done and not save.busy:
                 continue
             stuck = save.stuck(now)
             self.drop(save, stuck or save.overdue(now))
             if stuck:
-                self._raise_untold(rank)
+                self._raise_unreported(rank)
                 raise SaveError(
                     f"the storage at {self._place} hangs: it has {save.stage.name}, given up "
                     "already, still to take; nothing is saved before it answers"
                 )
-            concerned = rank in save.handed or save.adopted
+            concerned = rank in save.shards or save.adopted
             if concerned and (save.busy or not save.done):
                 found.append(save)
         return found
 
-    def _raise_untold(self, rank: int) -> None:
+    def _raise_unreported(self, rank: int) -> None:
         own = self._ranks.get(rank)
         if own is None:
             raise SaveError(f"rank {rank} hands over nothing any more: its round is over")
-        if own.untold:
-            said, own.untold = own.untold, []
-            raise SaveError("; ".join(said))
+        if own.unreported:
+            failures, own.unreported = own.unreported, []
+            raise SaveError("; ".join(failures))
 
     # ── with the lock held ───────────────────────────────────────────────────────────────────────
 
     def save(self, stage: Stage, world_size: int) -> Save:
-        """Return what is known of ``stage``."""
-        save = self.saves.get(stage.name)
+        """Return the save of ``stage``, a new one if it is not known."""
+        save = self.by_stage.get(stage.name)
         if save is None:
-            save = self.saves[stage.name] = Save(stage, world_size, time.monotonic())
-            over = [name for name, old in self.saves.items() if old.done and not old.busy]
+            save = self.by_stage[stage.name] = Save(stage, world_size, time.monotonic())
+            over = [name for name, old in self.by_stage.items() if old.done and not old.busy]
             for name in over[:-REMEMBERED]:
-                del self.saves[name]
+                del self.by_stage[name]
         return save
 
     def drop_if_hopeless(self, save: Save) -> bool:
@@ -263,7 +262,7 @@ class SavesInFlight:
         return True
 
     def drop(self, save: Save, problem: str) -> None:
-        """Give up a save for ``problem``; nothing for "", or if it is done."""
+        """Give up a save for ``problem``; do nothing if that is "", or the save is done."""
         if save.done or not problem:
             return
         save.done, save.problem = True, problem
@@ -271,21 +270,21 @@ class SavesInFlight:
         others = "" if NOT_THE_ONE in problem else "; the ones before it are untouched"
         log.warning("%s%s", self._problem, others)
         for rank in self._ranks:
-            self.tell(rank, save)
+            self.note_failure(rank, save)
         self.changed.notify_all()
 
-    def tell(self, rank: int, save: Save) -> None:
-        """Have the next call of ``rank`` raise what became of ``save``."""
+    def note_failure(self, rank: int, save: Save) -> None:
+        """Have the next call of ``rank`` raise why ``save`` came to nothing."""
         own = self._ranks.get(rank)
-        if own is not None and save.verdict not in own.untold:
-            own.untold.append(save.verdict)
+        if own is not None and save.verdict not in own.unreported:
+            own.unreported.append(save.verdict)
 
     def take_commit(self, save: Save) -> bool:
-        """Whether the caller has to commit ``save`` now: all is there, and no thread does so."""
-        if save.done or save.busy or not save.commits or len(save.sealed) < save.world_size:
+        """Whether the caller has to commit ``save``: all manifests are there, and no thread has."""
+        if save.done or save.busy or not save.commits or len(save.manifests) < save.world_size:
             return False
         save.committing = True
-        save.adopting = save.lead().local
+        save.adopting = save.first_shard().local
         return True
 
     def note_commit(self, save: Save, done: Committed) -> None:
@@ -310,17 +309,17 @@ class SavesInFlight:
         self._ranks.clear()
         self.gone.clear()
         self.ending = False
-        for save in self.saves.values():
+        for save in self.by_stage.values():
             save.adopted = bool(adopted) and save.stage.uuid == adopted and not save.problem
             if not save.adopted:
                 self.drop(save, "the next round does not resume from it" if save.busy else "")
                 save.done = True
-        return [save for save in self.saves.values() if save.adopted and save.handed]
+        return [save for save in self.by_stage.values() if save.adopted and save.shards]
 
     def record(self) -> SavesRecord:
         """Return what ``elaunch status`` shows of saves."""
         with self.changed:
-            saving = [save.stage.step for save in self.saves.values() if not save.done]
+            saving = [save.stage.step for save in self.by_stage.values() if not save.done]
             last = self._last
             return {
                 "step": None if last is None else last.step,

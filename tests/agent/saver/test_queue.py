@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.saver import inflight
+from elaunch.agent.saver import queue as savequeue
+from elaunch.agent.saver.queue import SaveQueue
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Image, Part, Stage
+from elaunch.checkpoint.records import Committed, Image, ShardHeader, Stage
 from elaunch.checkpoint.storage import commit, durable
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.writing import inflight, pace
-from elaunch.checkpoint.writing import queue as keeping
+from elaunch.checkpoint.writing import pace
 from elaunch.checkpoint.writing.manifests import decode
-from elaunch.checkpoint.writing.queue import SaveQueue
 from elaunch.errors import SaveError
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 from tests.launching import wait_until
 
 LONG = 60.0
@@ -34,49 +35,49 @@ class Disk(PosixStorage):
 
     before: Callable[[Stage, int], object] = staticmethod(lambda stage, rank: None)
 
-    def write_part(self, stage: Stage, part: Part, images: Sequence[Image]) -> bytes:
-        self.before(stage, part.rank)
-        return super().write_part(stage, part, images)
+    def write_shard(self, stage: Stage, header: ShardHeader, images: Sequence[Image]) -> bytes:
+        self.before(stage, header.rank)
+        return super().write_shard(stage, header, images)
 
 
 @dataclass
-class Around:
-    """The process around the saves, as the test wants it."""
+class Rules:
+    """The commit rules of a process, as the test wants it."""
 
     ranks: frozenset[int]
     chief: bool = True
     refusal: str = ""
     room: bool = False
-    said: list[tuple[str, int]] = field(default_factory=list)
+    calls: list[tuple[str, int]] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
     def own_ranks(self) -> frozenset[int]:
         return self.ranks
 
-    def commits(self, _: Handed) -> bool:
+    def commits(self, _: StagedShard) -> bool:
         return self.chief
 
     def fence(self, round_number: int) -> None:
         if self.refusal:
             raise SaveError(self.refusal)
 
-    def released(self, handed: Handed) -> None:
-        self.said.append(("released", handed.part.rank))
+    def released(self, shard: StagedShard) -> None:
+        self.calls.append(("released", shard.header.rank))
 
-    def sealed(self, handed: Handed, _: bytes) -> None:
-        self.said.append(("sealed", handed.part.rank))
+    def written(self, shard: StagedShard, _: bytes) -> None:
+        self.calls.append(("written", shard.header.rank))
 
-    def failed(self, handed: Handed, _: str) -> None:
-        self.said.append(("failed", handed.part.rank))
+    def failed(self, shard: StagedShard, _: str) -> None:
+        self.calls.append(("failed", shard.header.rank))
 
-    def writing(self, handed: Handed) -> None:
-        self.said.append(("writing", handed.part.rank))
+    def writing(self, shard: StagedShard) -> None:
+        self.calls.append(("writing", shard.header.rank))
 
-    def committed(self, _: Handed, done: Committed) -> None:
+    def committed(self, _: StagedShard, done: Committed) -> None:
         self.done.append(done.name)
 
-    def make_room(self, _: Handed) -> bool:
-        self.said.append(("room", 0))
+    def make_room(self, _: StagedShard) -> bool:
+        self.calls.append(("room", 0))
         return self.room
 
 
@@ -87,34 +88,34 @@ class Rig:
     root: Path
     ranks: tuple[int, ...] = (0, 1)
     world: int = 2
-    around: Around = field(init=False)
+    rules: Rules = field(init=False)
     disk: Disk = field(init=False)
-    keeping: SaveQueue = field(init=False)
+    queue: SaveQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.around = Around(frozenset(self.ranks))
+        self.rules = Rules(frozenset(self.ranks))
         self.disk = Disk(self.root)
         self.disk.prepare(RUN, given=True)
-        self.keeping = SaveQueue(self.disk, self.around)
+        self.queue = SaveQueue(self.disk, self.rules)
         for rank in self.ranks:
-            self.keeping.join(rank)
+            self.queue.join(rank)
 
-    def handed(self, step: int, rank: int, uuid: str = "u", local: bool = False) -> Handed:
-        part = Part(rank, self.world, RUN, {"steps_completed": step})
+    def shard(self, step: int, rank: int, uuid: str = "u", local: bool = False) -> StagedShard:
+        header = ShardHeader(rank, self.world, RUN, {"steps_completed": step})
         files = ((f"part-{rank}", ((4, 4), (0, 4))),)
-        return Handed(Stage(step, 0, uuid), part, files, local=local)
+        return StagedShard(Stage(step, 0, uuid), header, files, local=local)
 
     def stage(self, step: int, rank: int, uuid: str = "u") -> None:
-        self.keeping.stage(self.handed(step, rank, uuid), memoryview(b"%04dtail" % step))()
+        self.queue.stage(self.shard(step, rank, uuid), memoryview(b"%04dtail" % step))()
 
     def begin(self, rank: int, wait: bool = True) -> bool:
-        return self.keeping.begin(rank, wait, LONG)
+        return self.queue.begin(rank, wait, LONG)
 
     def saved(self, step: int) -> Committed | None:
         for rank in self.ranks:
             assert self.begin(rank)
             self.stage(step, rank)
-        return self.keeping.wait(self.ranks[0], LONG)
+        return self.queue.wait(self.ranks[0], LONG)
 
     @property
     def names(self) -> list[str]:
@@ -165,9 +166,9 @@ def test_what_lies_in_memory_is_committed(rig: Rig) -> None:
     assert (rig.root / done.name / "part-1").read_bytes() == b"tail0010"
     assert done.document["durations"]["write"] >= 0
     rig.disk.verify(done, RUN)
-    assert rig.keeping.last(1) == done
-    wait_until(lambda: rig.around.done == [done.name], LONG)
-    record = rig.keeping.record()
+    assert rig.queue.last(1) == done
+    wait_until(lambda: rig.rules.done == [done.name], LONG)
+    record = rig.queue.record()
     assert (record["step"], record["saving"], record["problem"]) == (10, None, "")
 
 
@@ -195,9 +196,9 @@ def test_one_save_after_the_other(rig: Rig) -> None:
     assert rig.begin(1), "rank 1 waits for a save that waits for rank 1"
     rig.stage(10, 1)
     assert not rig.begin(1, wait=False)
-    assert rig.keeping.record()["saving"] == 10
+    assert rig.queue.record()["saving"] == 10
     with pytest.raises(TimeoutError, match=r"step-00000010\.r0 is not committed after 0 s"):
-        rig.keeping.wait(1, 0.0)
+        rig.queue.wait(1, 0.0)
     gate.opened.set()
     assert rig.begin(0)
     assert rig.begin(1)
@@ -213,10 +214,10 @@ def test_a_failure_is_told_once_to_each_rank(rig: Rig) -> None:
         rig.stage(20, rank)
     for rank in (0, 1):
         with pytest.raises(SaveError, match=r"step-00000020\.r0 was not committed: rank 1: it is"):
-            rig.keeping.wait(rank, LONG)
-    assert "rank 1: it is broken (/disk/part)" in rig.keeping.record()["problem"]
+            rig.queue.wait(rank, LONG)
+    assert "rank 1: it is broken (/disk/part)" in rig.queue.record()["problem"]
     wait_until(lambda: not rig.stages, LONG)
-    assert ("failed", 1) in rig.around.said
+    assert ("failed", 1) in rig.rules.calls
     assert rig.names == ["step-00000010.r0"]
     done = rig.saved(30)
     assert done is not None
@@ -225,17 +226,17 @@ def test_a_failure_is_told_once_to_each_rank(rig: Rig) -> None:
 
 def test_a_full_disk_is_tried_once_more(rig: Rig) -> None:
     """What retention allows has gone meanwhile."""
-    rig.around.room = True
+    rig.rules.room = True
     breaks(rig, errno.ENOSPC, rank=0)
     done = rig.saved(10)
     assert done is not None
-    assert rig.around.said.count(("room", 0)) == 1
+    assert rig.rules.calls.count(("room", 0)) == 1
 
 
 @pytest.mark.parametrize("room", [False, True])
 def test_a_disk_that_stays_full_fails_the_save(rig: Rig, room: bool) -> None:
     """Not the job."""
-    rig.around.room = room
+    rig.rules.room = room
     breaks(rig, errno.ENOSPC, rank=0, times=2)
     with pytest.raises(SaveError, match="rank 0: it is broken"):
         rig.saved(10)
@@ -246,18 +247,18 @@ def test_a_rank_that_ends_before_it_hands_over(rig: Rig) -> None:
     """The other one's part is discarded, and it is told whose is missing."""
     assert rig.begin(0)
     rig.stage(10, 0)
-    rig.keeping.leave(1)
+    rig.queue.leave(1)
     with pytest.raises(SaveError, match="rank 1 ended before handing over a part"):
-        rig.keeping.wait(0, LONG)
+        rig.queue.wait(0, LONG)
     wait_until(lambda: not rig.stages, LONG)
 
 
 def test_a_rank_that_had_ended_already(rig: Rig) -> None:
     """The order in which the agent hears of it does not matter."""
-    rig.keeping.leave(1)
+    rig.queue.leave(1)
     rig.stage(10, 0)
     with pytest.raises(SaveError, match="rank 1 ended"):
-        rig.keeping.wait(0, LONG)
+        rig.queue.wait(0, LONG)
     wait_until(lambda: not rig.stages, LONG)
 
 
@@ -267,9 +268,9 @@ def test_a_rank_that_gives_up(rig: Rig) -> None:
     assert rig.begin(0)
     assert rig.begin(1)
     rig.stage(20, 0)
-    rig.keeping.abandon(1)
+    rig.queue.abandon(1)
     with pytest.raises(SaveError, match="rank 1 gave up its part"):
-        rig.keeping.wait(0, LONG)
+        rig.queue.wait(0, LONG)
     assert rig.names == ["step-00000010.r0"]
 
 
@@ -279,7 +280,7 @@ def test_the_end_of_a_round_waits_for_what_is_written(rig: Rig) -> None:
     rig.stage(10, 0)
     rig.stage(10, 1)
     threading.Timer(0.05, gate.opened.set).start()
-    settled = rig.keeping.settle(time.monotonic() + LONG)
+    settled = rig.queue.settle(time.monotonic() + LONG)
     assert [done.name for done in settled.committed] == ["step-00000010.r0"]
     assert settled.lost == ()
 
@@ -287,7 +288,7 @@ def test_the_end_of_a_round_waits_for_what_is_written(rig: Rig) -> None:
 def test_the_end_of_a_round_loses_what_is_not_whole(rig: Rig) -> None:
     """Without waiting for a part that cannot come."""
     rig.stage(10, 0)
-    settled = rig.keeping.settle(time.monotonic() + LONG)
+    settled = rig.queue.settle(time.monotonic() + LONG)
     assert settled.lost == ("step-00000010.r0: rank 1 ended before handing over a part",)
     wait_until(lambda: not rig.stages, LONG)
 
@@ -298,15 +299,15 @@ def test_storage_that_hangs_does_not_hold_up_the_end(rig: Rig) -> None:
     rig.stage(10, 0)
     rig.stage(10, 1)
     assert gate.waiting.wait(LONG)
-    settled = rig.keeping.settle(time.monotonic() + 0.05)
+    settled = rig.queue.settle(time.monotonic() + 0.05)
     assert settled.lost == ("step-00000010.r0: the storage has not taken it in time",)
-    assert rig.keeping.unfinished() == ("step-00000010.r0.u",)
-    rig.keeping.end_round()
+    assert rig.queue.unfinished() == ("step-00000010.r0.u",)
+    rig.queue.end_round()
     for rank in (0, 1):
-        rig.keeping.join(rank)
+        rig.queue.join(rank)
     assert not rig.begin(1, wait=False), "its memory is read still"
     gate.opened.set()
-    wait_until(lambda: not rig.keeping.unfinished() and not rig.stages, LONG)
+    wait_until(lambda: not rig.queue.unfinished() and not rig.stages, LONG)
     assert rig.names == []
     done = rig.saved(20)
     assert done is not None
@@ -328,7 +329,7 @@ def test_storage_that_hangs_for_good(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rank lives, and does not save: whoever waits learns of it."""
-    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 0.05)
+    monkeypatch.setattr(inflight, "SHARD_DEADLINE_S", 0.05)
     rig.stage(10, 0)
     with pytest.raises(SaveError, match="rank 1 handed over no part within"):
         rig.begin(0)
@@ -337,14 +338,14 @@ def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_another_node_that_writes_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so all the time: the deadline begins anew with each word, and ends with the last."""
-    monkeypatch.setattr(inflight, "PART_DEADLINE_S", 1.0)
+    monkeypatch.setattr(inflight, "SHARD_DEADLINE_S", 1.0)
     rig = Rig(tmp_path, ranks=(0,))
-    stage = rig.handed(10, 1).stage
+    stage = rig.shard(10, 1).stage
     rig.stage(10, 0)
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
-        rig.keeping.writing_elsewhere(stage, 1, 2)
-        assert not rig.keeping.begin(0, True, 0.05)
+        rig.queue.writing_elsewhere(stage, 1, 2)
+        assert not rig.queue.begin(0, True, 0.05)
     with pytest.raises(SaveError, match="rank 1 handed over no part within 1 s"):
         rig.begin(0)
 
@@ -353,22 +354,22 @@ def test_who_commits_hears_of_a_write_that_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the storage takes something; one rank of two is here, so another waits."""
-    monkeypatch.setattr(keeping, "WORD_S", 0.02)
+    monkeypatch.setattr(savequeue, "REPORT_S", 0.02)
     rig = Rig(tmp_path, ranks=(1,))
-    rig.around.chief = False
+    rig.rules.chief = False
     gate = Gate(rig, 1)
     rig.stage(10, 1)
-    wait_until(lambda: rig.around.said.count(("writing", 1)) > 2, LONG)
+    wait_until(lambda: rig.rules.calls.count(("writing", 1)) > 2, LONG)
     monkeypatch.setattr(inflight, "WRITE_DEADLINE_S", 0.0)
-    wait_until(lambda: _silent(rig.around.said), LONG)
+    wait_until(lambda: _silent(rig.rules.calls), LONG)
     gate.opened.set()
-    wait_until(lambda: ("sealed", 1) in rig.around.said, LONG)
+    wait_until(lambda: ("written", 1) in rig.rules.calls, LONG)
 
 
-def _silent(said: list[tuple[str, int]]) -> bool:
-    before = len(said)
+def _silent(calls: list[tuple[str, int]]) -> bool:
+    before = len(calls)
     time.sleep(0.2)
-    return len(said) == before
+    return len(calls) == before
 
 
 @pytest.mark.slow
@@ -396,7 +397,7 @@ def test_a_write_that_gets_on_is_no_storage_that_hangs(
 
 def test_a_round_that_is_over_commits_nothing(rig: Rig) -> None:
     """The stage is left, whole, to who chooses the next checkpoint."""
-    rig.around.refusal = "the job is in round 1"
+    rig.rules.refusal = "the job is in round 1"
     with pytest.raises(SaveError, match="the job is in round 1"):
         rig.saved(10)
     assert rig.names == []
@@ -422,12 +423,12 @@ def test_a_stage_that_another_process_commits(rig: Rig, monkeypatch: pytest.Monk
     monkeypatch.setattr(commit, "_claim", claim_first)
     gate.opened.set()
     with pytest.raises(SaveError, match="another process is at work"):
-        rig.keeping.wait(0, LONG)
-    wait_until(lambda: not rig.keeping.is_open(Stage(10, 0, "u")), LONG)
+        rig.queue.wait(0, LONG)
+    wait_until(lambda: not rig.queue.is_open(Stage(10, 0, "u")), LONG)
     monkeypatch.undo()
     assert rig.stages == [claims[0].name]
     claims[0].rename(claims[0].with_name("step-00000010.r0.u"))
-    rig.keeping.abandon(0)
+    rig.queue.abandon(0)
     (done,) = rig.disk.finish_stages(RUN)
     assert done.step == 10
 
@@ -440,13 +441,13 @@ def test_a_commit_under_way_may_be_taken_over(rig: Rig, monkeypatch: pytest.Monk
         held.set()
         assert go_on.wait(LONG)
 
-    monkeypatch.setattr(rig.around, "fence", fence)
+    monkeypatch.setattr(rig.rules, "fence", fence)
     rig.stage(10, 0)
     rig.stage(10, 1)
     assert held.wait(LONG)
-    (done,) = rig.disk.finish_stages(RUN, rig.keeping.unfinished())
+    (done,) = rig.disk.finish_stages(RUN, rig.queue.unfinished())
     go_on.set()
-    assert rig.keeping.wait(0, LONG) == done
+    assert rig.queue.wait(0, LONG) == done
 
 
 def test_the_same_part_twice(rig: Rig) -> None:
@@ -462,17 +463,17 @@ def test_the_same_part_twice(rig: Rig) -> None:
 
 
 def test_the_node_of_rank_0_commits(tmp_path: Path) -> None:
-    """When it has heard of all seals; the other node is done when it has told of its own."""
+    """When it has heard of all manifests; the other node is done when it has told of its own."""
     here, there = Rig(tmp_path, (0,)), Rig(tmp_path, (1,))
-    there.around.chief = False
+    there.rules.chief = False
     there.stage(10, 1)
-    assert there.keeping.wait(1, LONG) is None
-    assert ("sealed", 1) in there.around.said
+    assert there.queue.wait(1, LONG) is None
+    assert ("written", 1) in there.rules.calls
     here.stage(10, 0)
-    wait_until(lambda: ("sealed", 0) in here.around.said, LONG)
+    wait_until(lambda: ("written", 0) in here.rules.calls, LONG)
     stage = Stage(10, 0, "u")
-    here.keeping.sealed_elsewhere(stage, 1, 2, here.disk.manifests(stage)[1])
-    done = here.keeping.wait(0, LONG)
+    here.queue.written_elsewhere(stage, 1, 2, here.disk.manifests(stage)[1])
+    done = here.queue.wait(0, LONG)
     assert done is not None
     assert sorted(path.name for path in Path(done.place).glob("part-*")) == ["part-0", "part-1"]
 
@@ -480,13 +481,13 @@ def test_the_node_of_rank_0_commits(tmp_path: Path) -> None:
 def test_seals_may_come_before_the_own_part(tmp_path: Path) -> None:
     """The other node was faster."""
     here, there = Rig(tmp_path, (0,)), Rig(tmp_path, (1,))
-    there.around.chief = False
+    there.rules.chief = False
     there.stage(10, 1)
-    there.keeping.wait(1, LONG)
+    there.queue.wait(1, LONG)
     stage = Stage(10, 0, "u")
-    here.keeping.sealed_elsewhere(stage, 1, 2, here.disk.manifests(stage)[1])
+    here.queue.written_elsewhere(stage, 1, 2, here.disk.manifests(stage)[1])
     here.stage(10, 0)
-    assert here.keeping.wait(0, LONG) is not None
+    assert here.queue.wait(0, LONG) is not None
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -494,24 +495,24 @@ def test_a_failure_on_another_node(tmp_path: Path, first: bool) -> None:
     """Before or after the own part was handed over."""
     here = Rig(tmp_path, (0,))
     if first:
-        here.keeping.failed_elsewhere(Stage(10, 0, "u"), "rank 1: no space left")
+        here.queue.failed_elsewhere(Stage(10, 0, "u"), "rank 1: no space left")
     here.stage(10, 0)
     if not first:
-        here.keeping.failed_elsewhere(Stage(10, 0, "u"), "rank 1: no space left")
+        here.queue.failed_elsewhere(Stage(10, 0, "u"), "rank 1: no space left")
     with pytest.raises(SaveError, match="rank 1: no space left"):
-        here.keeping.wait(0, LONG)
+        here.queue.wait(0, LONG)
     wait_until(lambda: not here.stages, LONG)
 
 
 def test_the_end_of_a_round_leaves_other_nodes_parts_to_the_next_choice(tmp_path: Path) -> None:
     """The agent does not wait for a node that may be dead, but at the end of the job."""
     here, there = Rig(tmp_path, (0,)), Rig(tmp_path, (1,))
-    there.around.chief = False
+    there.rules.chief = False
     here.stage(10, 0)
-    settled = here.keeping.settle(time.monotonic() + LONG)
+    settled = here.queue.settle(time.monotonic() + LONG)
     assert (settled.committed, settled.lost) == ((), ())
     there.stage(10, 1)
-    there.keeping.settle(time.monotonic() + LONG)
+    there.queue.settle(time.monotonic() + LONG)
     (done,) = here.disk.finish_stages(RUN)
     assert done.step == 10
 
@@ -519,33 +520,33 @@ def test_the_end_of_a_round_leaves_other_nodes_parts_to_the_next_choice(tmp_path
 def test_a_copy_of_a_dead_nodes_part_is_written_though_ours_is_long_done(tmp_path: Path) -> None:
     """Not the committer: what is complete then is committed by who chooses the next checkpoint."""
     rig = Rig(tmp_path, ranks=(1,))
-    rig.around.chief = False
+    rig.rules.chief = False
     assert rig.begin(1)
     rig.stage(7, 1)
-    rig.keeping.wait(1, LONG)
+    rig.queue.wait(1, LONG)
     rig.stage(7, 0)  # a rank that has not joined here: its node has died
-    rig.keeping.settle(time.monotonic() + LONG)
+    rig.queue.settle(time.monotonic() + LONG)
     assert set(rig.disk.manifests(Stage(7, 0, "u"))) == {0, 1}
-    (done,) = rig.disk.finish_stages(RUN, rig.keeping.unfinished())
+    (done,) = rig.disk.finish_stages(RUN, rig.queue.unfinished())
     assert done.step == 7
 
 
 def test_a_directory_on_each_node(tmp_path: Path) -> None:
-    """Each commits what it has, with the seals of all."""
+    """Each commits what it has, with the manifests of all."""
     rigs = [Rig(tmp_path / str(rank), (rank,)) for rank in (0, 1)]
     for rank, rig in enumerate(rigs):
         rig.disk = Disk(rig.root, local=True)
-        rig.keeping = SaveQueue(rig.disk, rig.around)
-        rig.keeping.join(rank)
-        rig.keeping.stage(rig.handed(10, rank, local=True), memoryview(b"12345678"))()
+        rig.queue = SaveQueue(rig.disk, rig.rules)
+        rig.queue.join(rank)
+        rig.queue.stage(rig.shard(10, rank, local=True), memoryview(b"12345678"))()
     stage = Stage(10, 0, "u")
-    seals = {}
+    manifests = {}
     for rank, rig in enumerate(rigs):
         wait_until(lambda rank=rank, rig=rig: rank in rig.disk.manifests(stage), LONG)
-        seals[rank] = rig.disk.manifests(stage)[rank]
+        manifests[rank] = rig.disk.manifests(stage)[rank]
     for rank, rig in enumerate(rigs):
-        rig.keeping.sealed_elsewhere(stage, 1 - rank, 2, seals[1 - rank])
-    done = [rig.keeping.wait(rank, LONG) for rank, rig in enumerate(rigs)]
+        rig.queue.written_elsewhere(stage, 1 - rank, 2, manifests[1 - rank])
+    done = [rig.queue.wait(rank, LONG) for rank, rig in enumerate(rigs)]
     digests = [(Path(each.place) / "COMMIT").read_text() for each in done if each is not None]
     assert len(digests) == 2
     assert [rig.names for rig in rigs] == [["step-00000010.r0"]] * 2
@@ -557,27 +558,27 @@ def test_a_copy_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
     breaks(rig, errno.EIO, 1)
     rig.stage(7, 0)
     rig.stage(7, 1)  # another node's
-    settled = rig.keeping.settle(time.monotonic() + LONG)
+    settled = rig.queue.settle(time.monotonic() + LONG)
     assert (settled.committed, settled.lost) == ((), ())
-    assert ("failed", 1) not in rig.around.said
+    assert ("failed", 1) not in rig.rules.calls
     there = Rig(tmp_path, (1,))
-    there.around.chief = False
+    there.rules.chief = False
     there.stage(7, 1)
-    there.keeping.wait(1, LONG)
+    there.queue.wait(1, LONG)
     stage = Stage(7, 0, "u")
-    rig.keeping.sealed_elsewhere(stage, 1, 2, there.disk.manifests(stage)[1])
-    assert rig.keeping.wait(0, LONG) is not None
+    rig.queue.written_elsewhere(stage, 1, 2, there.disk.manifests(stage)[1])
+    assert rig.queue.wait(0, LONG) is not None
 
 
 def test_a_copy_tells_no_times(tmp_path: Path) -> None:
     """The node whose part it is may write the same file after it, and names the same host."""
     rig = Rig(tmp_path, ranks=(1,))
-    rig.around.chief = False
+    rig.rules.chief = False
     rig.stage(7, 1)
     rig.stage(7, 0)
-    rig.keeping.settle(time.monotonic() + LONG)
-    sealed = rig.disk.manifests(Stage(7, 0, "u"))
-    times = {rank: decode(sealed[rank], rank).files[0].mtime_ns is None for rank in sealed}
+    rig.queue.settle(time.monotonic() + LONG)
+    written = rig.disk.manifests(Stage(7, 0, "u"))
+    times = {rank: decode(written[rank], rank).files[0].mtime_ns is None for rank in written}
     assert times == {0: True, 1: False}
     os.utime(tmp_path / ".stage" / Stage(7, 0, "u").name / "part-0", ns=(1, 1))
     assert rig.disk.commit(Stage(7, 0, "u"), lambda: None).step == 7
@@ -594,7 +595,7 @@ def test_a_directory_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixt
         rig.stage(20, rank)
     for rank in rig.ranks:
         with pytest.raises(SaveError, match="is not the directory that this job began with"):
-            rig.keeping.wait(rank, LONG)
+            rig.queue.wait(rank, LONG)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "run.json is gone; was it unmounted or removed?): nothing is saved there" in said
     assert "untouched" not in said and "its round is over" not in said

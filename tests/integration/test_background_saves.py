@@ -21,7 +21,7 @@ LONG = 60.0
 def flags(place: Path, *more: str) -> list[str]:
     """Return the command line up to the job's own words."""
     line = ["run", "--nproc-per-node=2", "--run-id=digits", f"--checkpoint-dir={place}"]
-    return [*line, "--max-restarts=2", *more, str(JOBS / "keeping.py"), str(place)]
+    return [*line, "--max-restarts=2", *more, str(JOBS / "background_saves.py"), str(place)]
 
 
 def names(place: Path) -> list[str]:

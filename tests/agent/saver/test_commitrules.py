@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver import surroundings
-from elaunch.agent.saver.surroundings import RoundSurroundings
-from elaunch.checkpoint.records import Part, Stage
+from elaunch.agent.saver import commitrules
+from elaunch.agent.saver.commitrules import CommitRules
+from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import SaveError
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.wire.saver import Handed
+from elaunch.wire.saver import StagedShard
 
 NODES = tuple(Node(f"n{k}", f"host{k}", f"10.0.0.{k}", 1, "x") for k in range(4))
 PLAN = Plan("job", 0, "running", nodes=NODES)
-HANDED = Handed(Stage(10, 0, "u"), Part(0, 4, "digits", {"steps_completed": 10}), (), local=True)
+SHARD = StagedShard(
+    Stage(10, 0, "u"), ShardHeader(0, 4, "digits", {"steps_completed": 10}), (), local=True
+)
 
 
-def sent_by(
-    directory: Path, send: Callable[[RoundSurroundings], None]
-) -> tuple[list[int], SaveError]:
+def sent_by(directory: Path, send: Callable[[CommitRules], None]) -> tuple[list[int], SaveError]:
     """Return which of nodes 1 to 3 node 0 reaches, where node 1 is gone, and what it raises."""
     reached: list[int] = []
 
@@ -34,12 +34,12 @@ def sent_by(
             raise SaveError("the agent of node host1 is gone")
         reached.append(node_rank)
 
-    peers = SimpleNamespace(send_sealed=reach, send_writing=reach)
+    peers = SimpleNamespace(send_written=reach, send_writing=reach)
     plan: Any = SimpleNamespace(peers=peers, settings=SimpleNamespace(checkpoint_keep=None))
-    world = RoundSurroundings(plan, open_storage(directory), lambda _: None, lambda _: False)
-    world.round = Round(0, 1, plan=PLAN, name="n0")
+    rules = CommitRules(plan, open_storage(directory), lambda _: None, lambda _: False)
+    rules.round = Round(0, 1, plan=PLAN, name="n0")
     with pytest.raises(SaveError, match="host1 is gone") as raised:
-        send(world)
+        send(rules)
     return reached, raised.value
 
 
@@ -47,6 +47,6 @@ def test_an_agent_that_is_gone_keeps_no_message_from_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where each node has its own directory, each waits for every manifest."""
-    monkeypatch.setattr(surroundings, "PEER_S", 0.0)
-    assert sent_by(tmp_path, lambda world: world.sealed(HANDED, b"{}"))[0] == [2, 3]
-    assert sent_by(tmp_path, lambda world: world.writing(HANDED))[0] == [2, 3]
+    monkeypatch.setattr(commitrules, "PEER_S", 0.0)
+    assert sent_by(tmp_path, lambda rules: rules.written(SHARD, b"{}"))[0] == [2, 3]
+    assert sent_by(tmp_path, lambda rules: rules.writing(SHARD))[0] == [2, 3]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from elaunch.agent.peers.peers import Peers
 
 
-class SaverPlan(Struct, frozen=True):
-    """What the saver works with.
+class SaverSetup(Struct, frozen=True):
+    """What the saver is given by its agent.
 
     Attributes:
         settings: of the run.
         post: sends events to the loop; any thread may call.
-        finishing: has the directory's lock.
+        finisher: has the directory's lock.
         read_plan: reads the plan from the store, now, and never waits for ever; raises StoreError
             or RecordError. None in a job of one node.
         peers: sends reports and shards to the other nodes' agents. None in a job of one node.
@@ -32,11 +32,11 @@ class SaverPlan(Struct, frozen=True):
 
     settings: Settings
     post: Callable[[events.Event], None]
-    finishing: DirectoryFinisher
+    finisher: DirectoryFinisher
     read_plan: Callable[[], Plan] | None = None
     peers: Peers | None = None
 
     def loads_by_call(self, place: Location) -> bool:
-        """Whether rounds resume from what is at ``place``, and read it by the script's calls."""
+        """Whether the script itself loads what the round resumes from, and that is at ``place``."""
         chosen = self.settings.checkpoint_dir
         return str(chosen) == str(place) and not has_placeholder(self.settings.args)

@@ -1,0 +1,262 @@
+"""Which node commits a save, the fence before it, the reports to that node, and retention after."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
+from elaunch.agent.saver.saversetup import SaverSetup
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.records import Committed, Stage
+from elaunch.checkpoint.retention.delete import Keep, Retiring
+from elaunch.checkpoint.storage.storage import Storage
+from elaunch.errors import SaveError, StoreError
+from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.records import RecordError
+from elaunch.wire.saver import StagedShard
+
+FENCE_S: Final = 10.0
+"""Seconds for the loop to answer whether that is still the round."""
+PEER_S: Final = 30.0
+"""Seconds for the agent of rank 0's node to take a report of a shard."""
+
+TRY_S: Final = 2.0
+"""Seconds of one attempt; between two the round may have ended."""
+AGAIN_S: Final = 0.1
+
+log = logging.getLogger("elaunch")
+
+
+class CommitRules:
+    """What one agent knows of its saves' commits; the threads of its save queue call it.
+
+    ``round`` is set at the begin of each round. ``released`` is called when a shard's memory is
+    read no more, whether the shard was written or not; ``has_all`` returns whether every shard of a
+    save is in this agent's memory.
+    """
+
+    def __init__(
+        self,
+        setup: SaverSetup,
+        storage: Storage,
+        released: Callable[[StagedShard], None],
+        has_all: Callable[[Stage], bool],
+    ) -> None:
+        self._setup = setup
+        self.released = released
+        self._has_all = has_all
+        self.on_commit: Callable[[Stage], object] = lambda _: None
+        """Called for each save that was committed here."""
+        self.round: Round | None = None
+        self._saved_in: Round | None = None
+        """The round that saved, in memory, what this one resumes from."""
+        self.ending = False
+        """Whether the round's workers have ended: the node that commits may be gone."""
+        self._changed = threading.Condition()
+        self._undecided = False
+        self._retiring = Retiring(storage, setup.settings.checkpoint_keep)
+
+    def begin(self, round_: Round) -> None:
+        """Note the round that begins, and with it what may be committed."""
+        before = self.round
+        stage = "" if round_.checkpoint is None else round_.checkpoint.stage
+        parsed = layout.parse_stage_name(stage)
+        if before is not None and parsed is not None and parsed[1] == before.round:
+            self._saved_in = before
+        self.round, self.ending = round_, False
+        self.decide(True)
+
+    def decide(self, decided: bool) -> None:
+        """Note whether it is known what becomes of saves that are still in memory."""
+        with self._changed:
+            self._undecided = not decided
+            self._changed.notify_all()
+
+    # ── who commits ──────────────────────────────────────────────────────────────────────────────
+
+    def own_ranks(self) -> frozenset[int]:
+        """Return the ranks of this node's workers, which stage their shards here."""
+        return frozenset() if self.round is None else self.round.own_ranks
+
+    def commits(self, shard: StagedShard) -> bool:
+        """Whether this agent commits the save of ``shard``.
+
+        Rank 0's does; where each node has a directory of its own, each does.
+        """
+        now = self.round
+        if now is None or now.plan is None or shard.local:
+            return True
+        committer = self._committer(shard.stage)
+        return committer is not None and now.plan.node_rank(now.name) == committer
+
+    def _committer(self, stage: Stage) -> int | None:
+        """Return the node that commits a save: rank 0's, or the first that has taken part in it.
+
+        Agents that have all got new names, as of a store that has lost its memory, do not know who
+        that is: then each that has all of it commits, and one of them is the first.
+        """
+        now, before = self.round, self._saved_in
+        if now is None or now.plan is None:
+            return None
+        if now.round == stage.round:
+            return now.node_of(0)
+        if not now.resumes(stage) or before is None or before.plan is None:
+            return None
+        nodes, was_there = enumerate(now.plan.nodes), before.plan.node_rank
+        ranks = (rank for rank, node in nodes if was_there(node.name) is not None)
+        own = now.plan.node_rank(now.name) if self._has_all(stage) else None
+        return next(ranks, own)
+
+    def is_orphaned(self, shard: StagedShard) -> bool:
+        """Whether the round resumes from this shard's save, and the node of its rank is gone."""
+        now, before = self.round, self._saved_in
+        if now is None or now.plan is None or before is None or before.plan is None:
+            return False
+        name = before.plan.nodes[before.node_of(shard.header.rank)].name
+        there = now.plan.node_rank(name) is not None or name in now.plan.spares
+        return now.resumes(shard.stage) and not there
+
+    # ── the fence ────────────────────────────────────────────────────────────────────────────────
+
+    def fence(self, stage: Stage) -> None:
+        """Return if a save may be committed, which is known when the next round is decided.
+
+        Raises SaveError unless its round is still the round, or the round has resumed from it.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._undecided)
+            try:
+                self.check_round(stage.round, stage.uuid)
+            except SaveError:
+                if self._undecided:
+                    continue  # the round has ended meanwhile
+                raise
+            return
+
+    def check_round(self, round_number: int, uuid: str = "") -> None:
+        """Raise SaveError unless that is still the round, by the store or, on one node, the loop.
+
+        A round that has resumed from the save ``uuid`` out of memory may commit it, too.
+        """
+        if self._setup.read_plan is not None:
+            problem = self._ask_store(self._setup.read_plan, round_number, uuid)
+        else:
+            problem = self._ask_loop(round_number, uuid)
+        if problem:
+            raise SaveError(f"round {round_number} may not commit any more: {problem}")
+
+    def _ask_store(self, read_plan: Callable[[], Plan], round_number: int, uuid: str) -> str:
+        known = self.round
+        try:
+            plan = read_plan()
+        except (StoreError, RecordError) as error:
+            return f"the store cannot be asked: {error}"
+        if known is None or known.plan is None or plan.job != known.plan.job:
+            return "the store has another job with this run id"
+        resumed = "" if plan.checkpoint is None else plan.checkpoint.uuid
+        if plan.round != round_number and (not uuid or uuid != resumed):
+            return f"the job is in round {plan.round}"
+        return "the next round is being formed" if plan.phase == "forming" else ""
+
+    def _ask_loop(self, round_number: int, uuid: str) -> str:
+        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._setup.post(events.FenceAsked(round_number, answers.put, uuid))
+        try:
+            return answers.get(timeout=FENCE_S)
+        except queue.Empty:
+            return f"the agent did not answer within {FENCE_S:g} s"
+
+    # ── reports to the nodes that commit ─────────────────────────────────────────────────────────
+
+    def written(self, shard: StagedShard, manifest: bytes) -> None:
+        """Send the manifest of a written shard; SaveError for a node that cannot be reached.
+
+        At the end of a round that is no error: the shard is on the disk, and the search for the
+        next checkpoint finds it there.
+        """
+        self._to_each(shard, lambda node: self._send_written(node, shard, manifest))
+
+    def _to_each(self, shard: StagedShard, send: Callable[[int], None]) -> None:
+        """Send to each node that commits; then raise the SaveError of the first that failed."""
+        failed: list[SaveError] = []
+        for node_rank in self._committers(shard):
+            try:
+                send(node_rank)
+            except SaveError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _send_written(self, node_rank: int, shard: StagedShard, manifest: bytes) -> None:
+        peers, until = self._setup.peers, time.monotonic() + PEER_S
+        while peers is not None:
+            try:
+                peers.send_written(node_rank, shard.stage, shard.header.rank, manifest, TRY_S)
+                return
+            except SaveError as error:
+                if self.ending:
+                    name = shard.stage.name
+                    log.debug("node %d lacks a manifest of %s: %s", node_rank, name, error)
+                    return
+                if time.monotonic() >= until:
+                    raise
+            with self._changed:
+                self._changed.wait_for(lambda: self.ending, AGAIN_S)
+
+    def failed(self, shard: StagedShard, problem: str) -> None:
+        """Report that a shard will not come."""
+        peers, stage = self._setup.peers, shard.stage
+        for node_rank in self._committers(shard):
+            if peers is None:
+                return
+            try:
+                peers.send_failed(node_rank, stage, shard.header.rank, problem, PEER_S)
+            except SaveError as error:
+                text = "node %d does not know that %s failed: %s"
+                log.warning(text, node_rank, stage.name, error)
+
+    def writing(self, shard: StagedShard) -> None:
+        """Report that a shard is still being written; SaveError for a node not reached."""
+        peers, stage, header = self._setup.peers, shard.stage, shard.header
+        if peers is not None:
+            self._to_each(
+                shard,
+                lambda node: peers.send_writing(node, stage, header.rank, header.world_size, TRY_S),
+            )
+
+    def _committers(self, shard: StagedShard) -> list[int]:
+        """Return the other nodes that commit the save of this shard, and so wait for it."""
+        now, committer = self.round, self._committer(shard.stage)
+        if now is None or now.plan is None or committer is None:
+            return []
+        own = now.plan.node_rank(now.name)
+        nodes = range(len(now.plan.nodes)) if shard.local else [committer]
+        return [node for node in nodes if node != own]
+
+    # ── retention ────────────────────────────────────────────────────────────────────────────────
+
+    def committed(self, shard: StagedShard, done: Committed) -> None:
+        """Remove what may go now, then report the commit: what comes next needs room."""
+        self._retiring.apply(_rule_of(shard), {done.name})
+        self.on_commit(shard.stage)
+
+    def make_room(self, shard: StagedShard) -> bool:
+        """Remove what may go once this one is committed; return whether any was removed."""
+        needed = shard.size * (1 if shard.local else shard.header.world_size)
+        # What the round resumed from is needed until there is a newer one.
+        staying = {*shard.protected, "" if self.round is None else self.round.resumed}
+        gone = self._retiring.make_room(_rule_of(shard), needed, staying)
+        if gone:
+            log.warning("no room for %s: removed %s", shard.stage.final, ", ".join(gone))
+        return bool(gone)
+
+
+def _rule_of(shard: StagedShard) -> Keep | None:
+    return None if shard.keep is None else Keep(**shard.keep)
