@@ -1,7 +1,7 @@
 """What checkpoints nodes have in directories of their own, and which of their files are whole.
 
 Where every node has its own directory (``--checkpoint-local``), a node may have some shards only.
-``list_kept`` reads names and small documents; ``look`` reads every byte of one checkpoint.
+``list_local`` reads names and small documents; ``find_whole`` reads every byte of one checkpoint.
 ``unite`` finds, without reading, what several nodes have together.
 
 ===========================  ===============================  =====================================
@@ -16,11 +16,12 @@ torch.save, safetensors      complete by itself               complete; CRCs of 
 
 A checkpoint is complete if each file that it needs is whole on one node at least. Where two nodes
 have different files of one name, both whole by all that is known, the first node's is taken, on
-every node: no rank starts from something else than the others.
+every node, so that all ranks start from the same.
 
 A node commits a stage when it has the manifests of all ranks. Where the round ended before they
 came, the shards may be on the disks all the same, and another node may have committed already. So
-before stages are finished or cleared, every node receives the manifests of the others (``Seals``).
+every node receives the manifests of the others (``StageManifests``) before stages are finished or
+cleared.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError
 
-Seals = Mapping[str, Mapping[int, bytes]]
+StageManifests = Mapping[str, Mapping[int, bytes]]
 """The name of a stage → rank → the bytes of its manifest."""
 
 NEWEST: Final = 10
 """Committed checkpoints that a node lists by name."""
 
 
-def staged_seals(root: Path) -> dict[str, dict[int, bytes]]:
+def staged_manifests(root: Path) -> dict[str, dict[int, bytes]]:
     """Return the manifests in the stages that are here; raises OSError."""
     found = {}
     for stage in _stages(root):
@@ -77,7 +78,7 @@ def staged_seals(root: Path) -> dict[str, dict[int, bytes]]:
     return found
 
 
-def committed_places(root: Path) -> dict[str, Path]:
+def committed_paths(root: Path) -> dict[str, Path]:
     """Return where the newest committed checkpoints are, by the names that their stages had."""
     if not (root / layout.RUN).exists():
         return {}
@@ -85,23 +86,24 @@ def committed_places(root: Path) -> dict[str, Path]:
     return {Stage(one.step, one.round, one.uuid).name: Path(one.place) for one in newest}
 
 
-def merged_seals(all_seals: Iterable[Seals]) -> dict[str, dict[int, bytes]]:
+def merged_manifests(of_nodes: Iterable[StageManifests]) -> dict[str, dict[int, bytes]]:
     """Return the manifests of all nodes; of one rank's manifests the first counts."""
     merged: dict[str, dict[int, bytes]] = {}
-    for seals in all_seals:
-        for name, manifests in seals.items():
+    for of_node in of_nodes:
+        for name, manifests in of_node.items():
             known = merged.setdefault(name, {})
             for rank, content in manifests.items():
                 known.setdefault(rank, content)
     return merged
 
 
-def adopt_seals(root: Path, seals: Seals) -> None:
-    """Put into the stages that are here the manifests that other nodes have; raises OSError."""
+def adopt_manifests(root: Path, manifests: StageManifests) -> None:
+    """Put other nodes' manifests into the stages that are here; raises OSError."""
     for stage in _stages(root):
         with contextlib.suppress(FileNotFoundError):  # as above
             own = read_stage(root / layout.STAGE / stage.name)
-            lacking = {r: said for r, said in seals.get(stage.name, {}).items() if r not in own}
+            theirs = manifests.get(stage.name, {})
+            lacking = {rank: one for rank, one in theirs.items() if rank not in own}
             if own and lacking:
                 open_storage(root, local=True).adopt(stage, lacking)
 
@@ -119,22 +121,22 @@ _PAIR = (layout.METADATA, layout.COMMIT)
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A file of the checkpoint, and the places, in the order given, that have it whole.
+    """A file of the checkpoint, and the nodes that have it whole, numbered in the order given.
 
-    ``instead`` are the places that have another one of that name which does as well.
+    ``substitutes`` are the nodes that have another file of that name which does as well.
     """
 
     entry: FileEntry
-    places: tuple[int, ...]
-    instead: tuple[int, ...] = ()
+    holders: tuple[int, ...]
+    substitutes: tuple[int, ...] = ()
 
-    def is_lacking(self, place: int) -> bool:
-        """Whether the node at ``place`` has to get it."""
-        return place not in self.places and place not in self.instead
+    def is_lacking(self, node: int) -> bool:
+        """Whether a node has to get it."""
+        return node not in self.holders and node not in self.substitutes
 
 
 @dataclass(frozen=True)
-class Union:
+class UnitedFiles:
     """All files of a checkpoint in the order in which they are to be put in place.
 
     ``missing`` names what no node has whole; where it is empty, the checkpoint is complete.
@@ -144,57 +146,57 @@ class Union:
     missing: tuple[str, ...] = ()
     format: str = ""
 
-    def lacking(self, place: int) -> tuple[WholeFile, ...]:
-        """Return the files that the node at ``place`` has not."""
-        return tuple(held for held in self.files if held.is_lacking(place))
+    def lacking(self, node: int) -> tuple[WholeFile, ...]:
+        """Return the files that a node has not."""
+        return tuple(whole for whole in self.files if whole.is_lacking(node))
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(held.entry.size for held in self.files)
+        return sum(whole.entry.size for whole in self.files)
 
 
-def unite(looked: Sequence[Looked]) -> Union:
-    """Return what the nodes have together, ``looked`` in the order in which they are preferred."""
-    best: Union | None = None
-    for one in looked:
+def unite(nodes: Sequence[NodeFiles]) -> UnitedFiles:
+    """Return what the nodes have together; ``nodes`` are in the order of preference."""
+    best: UnitedFiles | None = None
+    for one in nodes:
         if one.wanted is not None:
-            union = _united(one, looked)
+            union = _united(one, nodes)
             if not union.missing:
                 return union
             best = best or union
     if best is not None:
         return best
-    problems = dict.fromkeys(one.problem for one in looked if one.problem)
-    return Union((), tuple(problems) or ("nothing of it is on any node",))
+    problems = dict.fromkeys(one.problem for one in nodes if one.problem)
+    return UnitedFiles((), tuple(problems) or ("nothing of it is on any node",))
 
 
-def _united(base: Looked, looked: Sequence[Looked]) -> Union:
+def _united(base: NodeFiles, nodes: Sequence[NodeFiles]) -> UnitedFiles:
     assert base.wanted is not None  # that is why it was taken
     copies: dict[str, list[tuple[int, FileEntry]]] = {}
-    for place, one in enumerate(looked):
+    for node, one in enumerate(nodes):
         for entry in one.files:
-            copies.setdefault(entry.path, []).append((place, entry))
+            copies.setdefault(entry.path, []).append((node, entry))
     wanted = {entry.path: entry for entry in base.wanted}
     if any(not entry.checksum for entry in base.wanted):  # it lists what is needed, not all
         for path, found in copies.items():
             wanted.setdefault(path, found[0][1])
-    settled = tuple(place for place, one in enumerate(looked) if _has_pair(one))
-    held, missing = [], []
+    with_pair = tuple(node for node, one in enumerate(nodes) if _has_pair(one))
+    whole, missing = [], []
     for entry in wanted.values():
         fitting = [copy for copy in copies.get(entry.path, ()) if _fits(copy[1], entry)]
         if fitting:
             first = fitting[0][1]
-            places = tuple(place for place, one in fitting if one == first)
-            instead = settled if entry.path in _PAIR else ()
-            held.append(WholeFile(first, places, instead))
+            holders = tuple(node for node, one in fitting if one == first)
+            substitutes = with_pair if entry.path in _PAIR else ()
+            whole.append(WholeFile(first, holders, substitutes))
         else:
             missing.append(entry.path)
-    held.sort(key=lambda one: (_order(one.entry.path), one.entry.path))
-    return Union(tuple(held), tuple(missing), base.format)
+    whole.sort(key=lambda one: (_order(one.entry.path), one.entry.path))
+    return UnitedFiles(tuple(whole), tuple(missing), base.format)
 
 
-def _has_pair(one: Looked) -> bool:
+def _has_pair(one: NodeFiles) -> bool:
     """Tell whether a node has documents of its own that agree with all others'.
 
     Each agent may have committed by itself, at another time: the two fit each other, and the
@@ -217,7 +219,7 @@ def _order(path: str) -> int:
     return _LAST.index(name) if name in _LAST else -1
 
 
-MOST_KEPT: Final = 50
+MOST_LISTED: Final = 50
 """Checkpoints that a node lists: its newest ones."""
 
 Progress = Callable[[int], object]
@@ -225,8 +227,8 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A checkpoint of which a node has something.
+class LocalCheckpoint:
+    """A checkpoint of which a node has a part or all.
 
     ``path`` is relative to the checkpoint directory and the same on all nodes. ``round`` is -1 and
     ``digest`` "" but in elaunch's own layout, whose COMMIT has it: copies with one digest are one
@@ -246,12 +248,12 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Looked:
+class NodeFiles:
     """What a node has of one checkpoint: files that are whole, and what the checkpoint needs.
 
-    A path is relative to the checkpoint; "" is the checkpoint itself, where it is one file. A
-    wanted file without a checksum is any that is at least so large. ``wanted`` is None where this
-    node cannot tell; ``problem`` is why it is not complete here.
+    A path is relative to the checkpoint; "" is the checkpoint itself, where it is one file. For a
+    wanted file without a checksum any file of that size or larger will do. ``wanted`` is None where
+    this node cannot tell; ``problem`` is why the checkpoint is not complete here.
     """
 
     files: tuple[FileEntry, ...] = ()
@@ -260,9 +262,9 @@ class Looked:
     format: str = ""
 
 
-def list_kept(
+def list_local(
     root: Path, glob: str | None, run_id: str | None
-) -> tuple[list[Kept], list[PassedOver]]:
+) -> tuple[list[LocalCheckpoint], list[PassedOver]]:
     """Return what may be a checkpoint below ``root``, newest first, and what was passed over.
 
     ``glob`` and ``run_id`` are those of elaunch.checkpoint.search.latest.find_latest. Raises
@@ -272,24 +274,24 @@ def list_kept(
     unreadable = [passed for passed in passed_over if passed.path == root]
     if unreadable:
         raise OSError(f"{root}: {unreadable[0].reason}")
-    kept = []
+    listed = []
     for entry in distinct(found, root):
         candidate = classify(entry, globbed=glob is not None)
         try:
             if isinstance(candidate, Candidate):
-                one = _kept(candidate, root, run_id)
-                kept += [] if one is None else [one]
+                one = _local(candidate, root, run_id)
+                listed += [] if one is None else [one]
             elif candidate is not None:
                 passed_over.append(candidate)
         except CheckpointError as error:
             passed_over.append(PassedOver(entry.path, str(error)))
         except OSError as error:
             passed_over.append(PassedOver(entry.path, explain(error, entry.path)))
-    kept.sort(key=lambda one: one.age, reverse=True)
-    return kept[:MOST_KEPT], passed_over
+    listed.sort(key=lambda one: one.age, reverse=True)
+    return listed[:MOST_LISTED], passed_over
 
 
-def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
+def _local(candidate: Candidate, root: Path, run_id: str | None) -> LocalCheckpoint | None:
     path = candidate.path
     if not path.is_relative_to(root):
         raise CheckpointError("it is a link that leads out of the checkpoint directory")
@@ -298,11 +300,11 @@ def _kept(candidate: Candidate, root: Path, run_id: str | None) -> Kept | None:
         format_ = directories.known_format(candidate)
         if format_ is None:
             return None
-        return Kept(relative, step, format=format_ if format_ == filetree.FORMAT else "")
+        return LocalCheckpoint(relative, step, format=format_ if format_ == filetree.FORMAT else "")
     if candidate.format != own.FORMAT:
-        return Kept(relative, step, format=candidate.format)
+        return LocalCheckpoint(relative, step, format=candidate.format)
     assert candidate.round is not None  # its name was parsed
-    return Kept(relative, step, candidate.round, own.FORMAT, _digest(path, run_id))
+    return LocalCheckpoint(relative, step, candidate.round, own.FORMAT, _digest(path, run_id))
 
 
 def _digest(path: Path, run_id: str | None) -> str:
@@ -324,32 +326,32 @@ def _digest(path: Path, run_id: str | None) -> str:
 # ── what is whole ────────────────────────────────────────────────────────────────────────────────
 
 
-def look(root: Path, kept: Kept, progress: Progress) -> Looked:
+def find_whole(root: Path, checkpoint: LocalCheckpoint, progress: Progress) -> NodeFiles:
     """Read all that this node has of a checkpoint; ``progress`` is called while it is read.
 
     Damaged files are left out. Raises OSError where the storage fails.
     """
-    path = inside(root, kept.path, "another node")
+    path = inside(root, checkpoint.path, "another node")
     if not os.path.lexists(path):
-        return Looked(problem="it is not here")
+        return NodeFiles(problem="it is not here")
     try:
-        if kept.format == own.FORMAT:
-            return _look_own(path, kept, progress)
+        if checkpoint.format == own.FORMAT:
+            return _find_whole_own(path, checkpoint, progress)
         if path.is_dir():
-            return _look_directory(path, kept, progress)
-        verify_candidate(Candidate(path, kept.step, kept.format), None)
-        if kept.format in (TORCH_SAVE, lightning.FORMAT):
+            return _find_whole_in_directory(path, checkpoint, progress)
+        verify_candidate(Candidate(path, checkpoint.step, checkpoint.format), None)
+        if checkpoint.format in (TORCH_SAVE, lightning.FORMAT):
             check_sums(path, progress)
         files = (_hashed(path, "", progress),)
-        return Looked(files, files, format=kept.format)
+        return NodeFiles(files, files, format=checkpoint.format)
     except CheckpointError as error:
-        return Looked(problem=str(error))
+        return NodeFiles(problem=str(error))
     except FileNotFoundError as error:
-        return Looked(problem=explain(error, path))
+        return NodeFiles(problem=explain(error, path))
 
 
-def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
-    wanted, problem = _wanted_own(path, kept)
+def _find_whole_own(path: Path, checkpoint: LocalCheckpoint, progress: Progress) -> NodeFiles:
+    wanted, problem = _wanted_own(path, checkpoint)
     files = []
     for entry in wanted:
         try:
@@ -367,10 +369,10 @@ def _look_own(path: Path, kept: Kept, progress: Progress) -> Looked:
         else:
             problem = problem or f"bad checksum: {entry.path}"
     pair = {layout.METADATA, layout.COMMIT} <= {entry.path for entry in wanted}
-    return Looked(tuple(files), wanted if pair else None, problem, own.FORMAT)
+    return NodeFiles(tuple(files), wanted if pair else None, problem, own.FORMAT)
 
 
-def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[FileEntry, ...], str]:
+def _wanted_own(path: Path, checkpoint: LocalCheckpoint) -> tuple[tuple[FileEntry, ...], str]:
     """Return every file that the checkpoint needs; CheckpointError where it is unknown.
 
     Where metadata.json is not the one that COMMIT was written with, both are left out, and the
@@ -381,13 +383,13 @@ def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[FileEntry, ...], str]:
     }
     commit = own.commit_document(documents[layout.COMMIT])
     metadata = documents[layout.METADATA]
-    if commit.get("digest") != kept.digest:
+    if commit.get("digest") != checkpoint.digest:
         raise CheckpointError(f"another {layout.COMMIT} is there than the one that was asked for")
     problem = ""
     if commit.get(layout.METADATA_SUM, layout.checksum(metadata)) != layout.checksum(metadata):
         problem = f"{layout.METADATA} does not have the checksum in {layout.COMMIT}"
     manifests = own.read_manifests(path, os.listdir(path))
-    if layout.digest(manifests) != kept.digest:
+    if layout.digest(manifests) != checkpoint.digest:
         raise CheckpointError(f"the manifests do not have the digest in {layout.COMMIT}")
     wanted = {}
     for name, content in manifests.items():
@@ -399,24 +401,26 @@ def _wanted_own(path: Path, kept: Kept) -> tuple[tuple[FileEntry, ...], str]:
     return entries_, problem
 
 
-def _look_directory(path: Path, kept: Kept, progress: Progress) -> Looked:
+def _find_whole_in_directory(
+    path: Path, checkpoint: LocalCheckpoint, progress: Progress
+) -> NodeFiles:
     names = os.listdir(path)
     files = tuple(_hashed(path / name, name, progress) for name in _regular(path))
     format_, problem = None, ""
     try:
-        picked = kept.format == filetree.FORMAT
-        format_ = verify_candidate(Candidate(path, kept.step, None, picked=picked), None)
+        picked = checkpoint.format == filetree.FORMAT
+        format_ = verify_candidate(Candidate(path, checkpoint.step, None, picked=picked), None)
     except CheckpointError as error:
         problem = str(error)
     except FileNotFoundError as error:
         problem = explain(error, path)
     if huggingface.looks_like(path, names) or not dcp.looks_like(names):
-        return Looked(files, files if format_ else None, problem, format_ or "")
+        return NodeFiles(files, files if format_ else None, problem, format_ or "")
     if dcp.METADATA not in names:
-        return Looked(files, None, f"{dcp.METADATA} is missing", dcp.FORMAT)
+        return NodeFiles(files, None, f"{dcp.METADATA} is missing", dcp.FORMAT)
     wanted = [FileEntry(name, size, "") for name, size in dcp.wanted_sizes(path).items()]
     wanted += [entry for entry in files if entry.path == dcp.METADATA]
-    return Looked(files, tuple(wanted), problem, dcp.FORMAT)
+    return NodeFiles(files, tuple(wanted), problem, dcp.FORMAT)
 
 
 def _regular(path: Path) -> Iterator[str]:

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.nodelocal import Kept, Looked, list_kept, look, unite
+from elaunch.checkpoint.nodelocal import LocalCheckpoint, NodeFiles, find_whole, list_local, unite
 from tests.checkpoint import makers
 
 RUN = "digits"
 
 
-def only(root: Path, glob: str | None = None) -> Kept:
+def only(root: Path, glob: str | None = None) -> LocalCheckpoint:
     """Return the one checkpoint that is there."""
-    kept, _ = list_kept(root, glob, RUN)
-    assert len(kept) == 1
-    return kept[0]
+    checkpoint, _ = list_local(root, glob, RUN)
+    assert len(checkpoint) == 1
+    return checkpoint[0]
 
 
-def looked(root: Path, kept: Kept) -> Looked:
+def read_all(root: Path, checkpoint: LocalCheckpoint) -> NodeFiles:
     """Return what the node has of it."""
-    return look(root, kept, lambda _: None)
+    return find_whole(root, checkpoint, lambda _: None)
 
 
 def flip(path: Path) -> None:
@@ -37,9 +37,14 @@ def flip(path: Path) -> None:
 def test_a_whole_checkpoint_has_all_that_it_wants(tmp_path: Path) -> None:
     """The documents included, with checksums that the others can check."""
     path = makers.own(tmp_path)
-    kept = only(tmp_path)
-    assert (kept.path, kept.step, kept.round, kept.format) == (path.name, 120, 0, "elaunch")
-    found = looked(tmp_path, kept)
+    checkpoint = only(tmp_path)
+    assert (checkpoint.path, checkpoint.step, checkpoint.round, checkpoint.format) == (
+        path.name,
+        120,
+        0,
+        "elaunch",
+    )
+    found = read_all(tmp_path, checkpoint)
     assert found.wanted is not None
     assert set(found.files) == set(found.wanted)
     names = {entry.path for entry in found.files}
@@ -54,10 +59,10 @@ def test_a_whole_checkpoint_has_all_that_it_wants(tmp_path: Path) -> None:
 def test_a_damaged_file_is_not_told_of(tmp_path: Path, spoil: object, problem: str) -> None:
     """The rest is: another node may have the file whole."""
     path = makers.own(tmp_path)
-    kept = only(tmp_path)
+    checkpoint = only(tmp_path)
     assert callable(spoil)
     spoil(path / "model.pt")
-    found = looked(tmp_path, kept)
+    found = read_all(tmp_path, checkpoint)
     assert problem in found.problem
     assert "model.pt" not in {entry.path for entry in found.files}
     assert unite([found]).missing == ("model.pt",)
@@ -66,9 +71,9 @@ def test_a_damaged_file_is_not_told_of(tmp_path: Path, spoil: object, problem: s
 def test_a_damaged_manifest_makes_all_of_it_worthless(tmp_path: Path) -> None:
     """It says what is whole; without it nothing can be told."""
     path = makers.own(tmp_path)
-    kept = only(tmp_path)
+    checkpoint = only(tmp_path)
     flip(path / layout.manifest_name(0))
-    found = looked(tmp_path, kept)
+    found = read_all(tmp_path, checkpoint)
     assert (found.files, found.wanted) == ((), None)
     assert "do not have the digest" in found.problem
 
@@ -80,8 +85,8 @@ def test_what_is_foreign_or_torn_is_passed_over(tmp_path: Path) -> None:
     makers.own(tmp_path, 99, run_id="another")
     (makers.own(tmp_path, 98) / layout.COMMIT).unlink()
     (makers.own(tmp_path, 97) / layout.METADATA).write_text("{")
-    kept, passed_over = list_kept(tmp_path, None, RUN)
-    assert [one.step for one in kept] == [20, 10]
+    checkpoint, passed_over = list_local(tmp_path, None, RUN)
+    assert [one.step for one in checkpoint] == [20, 10]
     reasons = {passed.path.name[5:13]: passed.reason for passed in passed_over}
     assert reasons["00000099"] == "belongs to run another"
     assert "not committed" in reasons["00000098"]
@@ -92,17 +97,17 @@ def test_another_checkpoint_of_the_same_name_is_another(tmp_path: Path) -> None:
     """A node that committed something else in the same round has nothing of this one."""
     makers.own(tmp_path / "a", 10)
     makers.own(tmp_path / "b", 10, ranks={0: {"model.pt": b"other"}})
-    kept = only(tmp_path / "a")
-    assert kept != only(tmp_path / "b")
-    assert looked(tmp_path / "b", kept).files == ()
+    checkpoint = only(tmp_path / "a")
+    assert checkpoint != only(tmp_path / "b")
+    assert read_all(tmp_path / "b", checkpoint).files == ()
 
 
 def test_a_directory_that_is_not_there_has_nothing(tmp_path: Path) -> None:
     """And one that cannot be read is an error, not a fresh start."""
-    assert list_kept(tmp_path / "none", None, RUN) == ([], [])
+    assert list_local(tmp_path / "none", None, RUN) == ([], [])
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        list_kept(tmp_path / "file", None, RUN)
+        list_local(tmp_path / "file", None, RUN)
 
 
 def test_links_out_of_the_directory_are_left_alone(tmp_path: Path) -> None:
@@ -113,8 +118,10 @@ def test_links_out_of_the_directory_are_left_alone(tmp_path: Path) -> None:
     (root / outside.name).symlink_to(outside)
     makers.own(root, 10)
     (root / "latest").symlink_to("step-00000010.r0")
-    kept, _ = list_kept(root, None, RUN)
-    assert [one.path for one in kept if not (root / one.path).is_symlink()] == ["step-00000010.r0"]
+    checkpoint, _ = list_local(root, None, RUN)
+    assert [one.path for one in checkpoint if not (root / one.path).is_symlink()] == [
+        "step-00000010.r0"
+    ]
 
 
 def test_a_file_of_torch_is_checked_byte_by_byte(tmp_path: Path) -> None:
@@ -123,10 +130,10 @@ def test_a_file_of_torch_is_checked_byte_by_byte(tmp_path: Path) -> None:
 
     file = tmp_path / "step_5.pt"
     torch.save({"w": torch.arange(1000.0)}, file)
-    kept = only(tmp_path, "step_*.pt")
-    assert unite([looked(tmp_path, kept)]).missing == ()
+    checkpoint = only(tmp_path, "step_*.pt")
+    assert unite([read_all(tmp_path, checkpoint)]).missing == ()
     flip(file)
-    assert "step_5.pt is damaged: Bad CRC-32" in looked(tmp_path, kept).problem
+    assert "step_5.pt is damaged: Bad CRC-32" in read_all(tmp_path, checkpoint).problem
 
 
 def test_parts_of_a_dcp_directory_are_told_of(tmp_path: Path) -> None:
@@ -141,13 +148,13 @@ def test_parts_of_a_dcp_directory_are_told_of(tmp_path: Path) -> None:
     shutil.copytree(whole, part)
     (part / ".metadata").unlink()
     data = next(whole.glob("*.distcp"))
-    kept = only(tmp_path / "a")
-    assert kept == only(tmp_path / "b")
-    assert unite([looked(tmp_path / "a", kept)]).missing == ()
+    checkpoint = only(tmp_path / "a")
+    assert checkpoint == only(tmp_path / "b")
+    assert unite([read_all(tmp_path / "a", checkpoint)]).missing == ()
     data.unlink()
-    assert unite([looked(tmp_path / "a", kept)]).missing == (data.name,)
-    assert unite([looked(tmp_path / "b", kept)]).missing == (".metadata is missing",)
-    both = unite([looked(tmp_path / "a", kept), looked(tmp_path / "b", kept)])
+    assert unite([read_all(tmp_path / "a", checkpoint)]).missing == (data.name,)
+    assert unite([read_all(tmp_path / "b", checkpoint)]).missing == (".metadata is missing",)
+    both = unite([read_all(tmp_path / "a", checkpoint), read_all(tmp_path / "b", checkpoint)])
     assert (both.missing, both.format) == ((), "dcp")
     assert both.files[-1].entry.path == ".metadata"
 
@@ -157,8 +164,8 @@ def test_other_directories_are_none(tmp_path: Path) -> None:
     (tmp_path / "run2024").mkdir()
     (tmp_path / "run2024" / "log").write_text("x")
     (tmp_path / "step_3").mkdir()
-    kept, passed_over = list_kept(tmp_path, None, RUN)
-    assert kept == []
+    checkpoint, passed_over = list_local(tmp_path, None, RUN)
+    assert checkpoint == []
     assert [(p.path.name, p.reason) for p in passed_over] == [("step_3", "it is empty")]
 
 
@@ -166,9 +173,9 @@ def test_documents_that_do_not_fit_leave_the_rest_whole(tmp_path: Path) -> None:
     """Killed between two renames, or one bit flipped: what the manifests list is there still."""
     path = makers.own(tmp_path, 50)
     makers.edit_json(path / layout.COMMIT, metadata="sha256:of another")
-    ((kept,), _) = list_kept(tmp_path, None, "digits")
-    looked = look(tmp_path, kept, int)
-    assert looked.wanted is None
-    assert "metadata.json does not have the checksum" in looked.problem
-    assert {"model.pt", "rank1/rng.bin"} < {one.path for one in looked.files}
-    assert {layout.METADATA, layout.COMMIT}.isdisjoint(one.path for one in looked.files)
+    ((checkpoint,), _) = list_local(tmp_path, None, "digits")
+    found = find_whole(tmp_path, checkpoint, int)
+    assert found.wanted is None
+    assert "metadata.json does not have the checksum" in found.problem
+    assert {"model.pt", "rank1/rng.bin"} < {one.path for one in found.files}
+    assert {layout.METADATA, layout.COMMIT}.isdisjoint(one.path for one in found.files)

@@ -36,7 +36,13 @@ from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint import layout, nodelocal
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.nodelocal import Kept, Looked, Seals, list_kept, look
+from elaunch.checkpoint.nodelocal import (
+    LocalCheckpoint,
+    NodeFiles,
+    StageManifests,
+    find_whole,
+    list_local,
+)
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import sync_directory
@@ -75,93 +81,97 @@ class LocalCopies:
 
     Args:
         peers: reaches the others; is given the handlers.
-        place: which checkpoints.
+        directory: which checkpoints.
     """
 
-    def __init__(self, peers: Peers, place: LocalDirectory) -> None:
+    def __init__(self, peers: Peers, directory: LocalDirectory) -> None:
         self._peers = peers
-        self._place = place
-        self._root = place.root
-        self._turn = threading.Lock()
+        self._directory = directory
+        self._root = directory.root
+        self._serial = threading.Lock()
         self._done = 0
         self._rests = True
-        peers.handle("staged", self._in_turn(self._on_staged))
-        peers.handle("seals", self._in_turn(self._on_seals))
-        peers.handle("kept", self._in_turn(self._on_kept))
-        peers.handle("look", self._in_turn(self._on_look))
-        peers.handle("gather", self._in_turn(self._on_gather))
+        peers.handle("staged", self._one_by_one(self._on_staged))
+        peers.handle("seals", self._one_by_one(self._on_manifests))
+        peers.handle("kept", self._one_by_one(self._on_kept))
+        peers.handle("look", self._one_by_one(self._on_look))
+        peers.handle("gather", self._one_by_one(self._on_gather))
         peers.handle("file", self._on_file)
 
     def rests(self, rests: bool) -> None:
         """Note whether nothing of a round is left on this node."""
         self._rests = rests
 
-    def _in_turn(
+    def _one_by_one(
         self, serve: Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]
     ) -> Callable[[PeerConnection, Mapping[str, Any]], Mapping[str, Any]]:
-        """Return a handler that waits its turn, and meanwhile sends the caller ``busy`` lines."""
+        """Return a handler that runs alone; while it waits the caller is sent ``busy`` lines."""
 
-        def served(line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        def served(connection: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
             seen = self._done
-            while not self._turn.acquire(timeout=1.0):
-                line.busy(self._done - seen)
+            while not self._serial.acquire(timeout=1.0):
+                connection.busy(self._done - seen)
                 seen = self._done
             try:
                 if not self._rests:
                     raise CheckpointError("workers run here")
-                return serve(line, request)
+                return serve(connection, request)
             finally:
-                self._turn.release()
+                self._serial.release()
 
         return served
 
-    def _progress(self, line: PeerConnection) -> Callable[[int], None]:
+    def _progress(self, connection: PeerConnection) -> Callable[[int], None]:
         def progress(amount: int) -> None:
             self._done += amount
-            line.busy(amount)
+            connection.busy(amount)
 
         return progress
 
     # ── what is here ─────────────────────────────────────────────────────────────────────────────
 
     def _on_staged(self, _: PeerConnection, __: Mapping[str, Any]) -> Mapping[str, Any]:
-        names = list(nodelocal.committed_places(self._root))
+        names = list(nodelocal.committed_paths(self._root))
         return {
             "ok": True,
-            "seals": seals_to_json(nodelocal.staged_seals(self._root)),
+            "seals": manifests_to_json(nodelocal.staged_manifests(self._root)),
             "committed": names,
         }
 
-    def _on_seals(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _on_manifests(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         name = request["name"]
-        path = nodelocal.committed_places(self._root)[name]
-        return {"ok": True, "seals": seals_to_json({name: read_stage(path)})}
+        path = nodelocal.committed_paths(self._root)[name]
+        return {"ok": True, "seals": manifests_to_json({name: read_stage(path)})}
 
     def _on_kept(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        nodelocal.adopt_seals(self._root, seals_of(request.get("seals", {})))
+        nodelocal.adopt_manifests(self._root, manifests_from_json(request.get("seals", {})))
         self._tidy()
-        kept, passed_over = list_kept(self._root, self._place.glob, self._place.run_id)
-        told = [[str(passed.path), passed.reason] for passed in passed_over]
-        return {"ok": True, "kept": [asdict(one) for one in kept], "passed_over": told}
+        checkpoints, passed_over = list_local(
+            self._root, self._directory.glob, self._directory.run_id
+        )
+        rows = [[str(passed.path), passed.reason] for passed in passed_over]
+        return {"ok": True, "kept": [asdict(one) for one in checkpoints], "passed_over": rows}
 
     def _tidy(self) -> None:
         """Finish or clear what workers and earlier searches have left."""
         for left in (self._root / layout.STAGE).glob(f"{GATHERED}*"):
             shutil.rmtree(left, ignore_errors=True)
-        self._place.finish(self._root, self._place.run_id)
+        self._directory.finish(self._root, self._directory.run_id)
 
-    def _on_look(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        looked = look(self._root, kept_of(request["checkpoint"]), self._progress(line))
-        return {"ok": True, "looked": looked_to_json(looked)}
+    def _on_look(self, connection: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = find_whole(
+            self._root, checkpoint_from_json(request["checkpoint"]), self._progress(connection)
+        )
+        return {"ok": True, "looked": node_files_to_json(found)}
 
-    def _on_file(self, line: PeerConnection, request: Mapping[str, Any]) -> None:
-        path = inside(self._root, request["checkpoint"], line.who)
+    def _on_file(self, connection: PeerConnection, request: Mapping[str, Any]) -> None:
+        path = inside(self._root, request["checkpoint"], connection.who)
         if request["file"]:
-            path = inside(path, request["file"], line.who)
+            path = inside(path, request["file"], connection.who)
         self._check_within(path)
         with open_regular(path) as file:
-            line.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
-            line.send_bytes(pieces(file.fileno()))
+            connection.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
+            connection.send_bytes(pieces(file.fileno()))
 
     def _check_within(self, path: Path) -> None:
         """Raise CheckpointError where a link leads out of the checkpoint directory."""
@@ -170,26 +180,32 @@ class LocalCopies:
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _on_gather(self, line: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        kept = kept_of(request["checkpoint"])
+    def _on_gather(
+        self, connection: PeerConnection, request: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        checkpoint = checkpoint_from_json(request["checkpoint"])
         files = [
-            Fetched(FileEntry(str(path), int(size), str(checksum)), tuple(map(int, places)))
-            for path, size, checksum, places in request["files"]
+            FileToFetch(FileEntry(str(path), int(size), str(checksum)), tuple(map(int, holders)))
+            for path, size, checksum, holders in request["files"]
         ]
         nodes = [Peer(str(n[0]), str(n[1]), int(n[2])) for n in request["nodes"]]
-        path = inside(self._root, kept.path, line.who)
+        path = inside(self._root, checkpoint.path, connection.who)
         self._check_within(path)
         self._check_room(sum(one.entry.size for one in files))
-        workplace = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
-        workplace.mkdir(parents=True)
+        scratch = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
+        scratch.mkdir(parents=True)
         try:
-            with NodeSources(self._peers, kept.path, nodes, self._progress(line)) as sources:
-                if path.is_dir() and (kept.format != own.FORMAT or _is(path, kept.digest)):
-                    self._complete(path, files, workplace, sources)
+            with NodeSources(
+                self._peers, checkpoint.path, nodes, self._progress(connection)
+            ) as sources:
+                if path.is_dir() and (
+                    checkpoint.format != own.FORMAT or _is(path, checkpoint.digest)
+                ):
+                    self._complete(path, files, scratch, sources)
                 else:
-                    self._make(path, files, workplace, sources)
+                    self._make(path, files, scratch, sources)
         finally:
-            shutil.rmtree(workplace, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
         return {"ok": True}
 
     def _check_room(self, needed: int) -> None:
@@ -202,19 +218,19 @@ class LocalCopies:
             )
 
     def _make(
-        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: NodeSources
+        self, path: Path, files: Sequence[FileToFetch], scratch: Path, sources: NodeSources
     ) -> None:
         """Fetch a checkpoint that is not here, and have it appear at once."""
-        made = workplace / "checkpoint"
+        made = scratch / "checkpoint"
         for number, one in enumerate(files):
-            fetched = workplace / f"{number}"
+            fetched = scratch / f"{number}"
             sources.fetch(one, fetched)
             _put(fetched, inside(made, one.entry.path, "a file") if one.entry.path else made)
         self._set_aside(path)
         _put(made, path)
 
     def _complete(
-        self, path: Path, files: Sequence[Fetched], workplace: Path, sources: NodeSources
+        self, path: Path, files: Sequence[FileToFetch], scratch: Path, sources: NodeSources
     ) -> None:
         """Put files that are lacking, or damaged, into a checkpoint that is here in part.
 
@@ -223,7 +239,7 @@ class LocalCopies:
         """
         pair = []
         for number, one in enumerate(files):
-            fetched = workplace / f"{number}"
+            fetched = scratch / f"{number}"
             sources.fetch(one, fetched)
             target = inside(path, one.entry.path, "a file")
             self._check_within(target.parent)
@@ -239,23 +255,23 @@ class LocalCopies:
         """Put what is in the way into the quarantine, under a name of its own."""
         if not os.path.lexists(path):
             return
-        places = self._root / layout.QUARANTINE
-        places.mkdir(exist_ok=True)
-        aside = places / f"{path.name}.{secrets.token_hex(4)}"
+        quarantine = self._root / layout.QUARANTINE
+        quarantine.mkdir(exist_ok=True)
+        aside = quarantine / f"{path.name}.{secrets.token_hex(4)}"
         os.rename(path, aside)
         log.warning("%s is damaged, or not what the other nodes have: now %s", path, aside)
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FileToFetch:
     """A file to fetch, and which of the nodes have it."""
 
     entry: FileEntry
-    places: tuple[int, ...]
+    holders: tuple[int, ...]
 
 
 class NodeSources:
-    """The nodes that have the files of one checkpoint; owns the lines to them."""
+    """The nodes that have the files of one checkpoint; owns the connections to them."""
 
     def __init__(
         self,
@@ -268,9 +284,9 @@ class NodeSources:
         self._checkpoint = checkpoint
         self._nodes = nodes
         self._progress = progress
-        self._lines: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._gone: dict[int, str] = {}
-        self._turn = secrets.randbelow(max(1, len(nodes)))
+        self._first = secrets.randbelow(max(1, len(nodes)))
         """Where to begin: nodes that fetch at the same time ask different ones first."""
 
     def __enter__(self) -> NodeSources:
@@ -279,23 +295,23 @@ class NodeSources:
 
     def __exit__(self, *_: object) -> None:
         """Hang up."""
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
-    def fetch(self, wanted: Fetched, target: Path) -> None:
+    def fetch(self, wanted: FileToFetch, target: Path) -> None:
         """Write the file to ``target``, synced, from the first node that gives it whole.
 
         Raises CheckpointError that names each node that did not, and why; OSError for the disk.
         """
-        places = sorted(wanted.places, key=lambda one: (one + self._turn) % len(self._nodes))
+        holders = sorted(wanted.holders, key=lambda one: (one + self._first) % len(self._nodes))
         problems = []
-        for place in places:
+        for node in holders:
             try:
-                if place in self._gone:
-                    raise Undelivered(self._gone[place], True)
-                self._fetch(place, wanted.entry, target)
+                if node in self._gone:
+                    raise Undelivered(self._gone[node], True)
+                self._fetch(node, wanted.entry, target)
             except Undelivered as error:
-                self._hang_up(place, error)
+                self._hang_up(node, error)
                 self._progress(1)  # there may be another one to ask
                 problems.append(str(error))
             else:
@@ -303,15 +319,15 @@ class NodeSources:
         name = wanted.entry.path or self._checkpoint
         raise CheckpointError(f"{name} cannot be had: {'; '.join(problems) or 'no node has it'}")
 
-    def _fetch(self, place: int, entry: FileEntry, target: Path) -> None:
-        line = self._lines.get(place)
-        if line is None:
-            line = self._peers.call(self._nodes[place], time.monotonic() + REACH_S)
-            self._lines[place] = line
+    def _fetch(self, node: int, entry: FileEntry, target: Path) -> None:
+        connection = self._connections.get(node)
+        if connection is None:
+            connection = self._peers.call(self._nodes[node], time.monotonic() + REACH_S)
+            self._connections[node] = connection
         asked = {"do": "file", "checkpoint": self._checkpoint, "file": entry.path}
-        size = int(line.ask(asked).get("size", -1))
+        size = int(connection.ask(asked).get("size", -1))
         if size != entry.size:
-            raise Undelivered(f"{line.who}: {entry.path} has {size:,} bytes now")
+            raise Undelivered(f"{connection.who}: {entry.path} has {size:,} bytes now")
         total = begin(entry.checksum)
         with open(target, "wb") as file:
 
@@ -319,57 +335,57 @@ class NodeSources:
                 total.update(piece)
                 file.write(piece)
 
-            line.receive_to(take, size, self._progress)
+            connection.receive_to(take, size, self._progress)
             file.flush()
             os.fsync(file.fileno())
         if total.text() != entry.checksum:
-            raise Undelivered(f"{line.who}: {entry.path} is another file now")
+            raise Undelivered(f"{connection.who}: {entry.path} is another file now")
 
-    def _hang_up(self, place: int, error: Undelivered) -> None:
-        """After an error nobody knows what comes on the line; who is gone is not called again."""
-        line = self._lines.pop(place, None)
-        if line is not None:
-            line.close()
+    def _hang_up(self, node: int, error: Undelivered) -> None:
+        """Close a connection after an error; a node that is gone is not called again."""
+        connection = self._connections.pop(node, None)
+        if connection is not None:
+            connection.close()
         if error.gone:
-            self._gone[place] = str(error)
+            self._gone[node] = str(error)
 
 
-# ── as they travel ───────────────────────────────────────────────────────────────────────────────
+# ── as they are sent ─────────────────────────────────────────────────────────────────────────────
 
 
-def kept_of(fields: Mapping[str, Any]) -> Kept:
+def checkpoint_from_json(fields: Mapping[str, Any]) -> LocalCheckpoint:
     """Return a checkpoint as another agent has named it; ValueError for anything else."""
-    kept = Kept(**fields)
-    words = (kept.path, kept.format, kept.digest)
-    if not all(isinstance(word, str) for word in words):
+    checkpoint = LocalCheckpoint(**fields)
+    texts = (checkpoint.path, checkpoint.format, checkpoint.digest)
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError("a checkpoint without names")
-    if not all(type(number) is int for number in (kept.step, kept.round)):
+    if not all(type(number) is int for number in (checkpoint.step, checkpoint.round)):
         raise ValueError("a checkpoint without step and round")
-    return kept
+    return checkpoint
 
 
-def looked_to_json(looked: Looked) -> dict[str, Any]:
-    """Return what ``look`` found, as it travels."""
+def node_files_to_json(found: NodeFiles) -> dict[str, Any]:
+    """Return what ``find_whole`` returned, as it is sent."""
 
     def rows(entries: Sequence[FileEntry] | None) -> list[list[Any]] | None:
         return None if entries is None else [[e.path, e.size, e.checksum] for e in entries]
 
     return {
-        "files": rows(looked.files),
-        "wanted": rows(looked.wanted),
-        "problem": looked.problem,
-        "format": looked.format,
+        "files": rows(found.files),
+        "wanted": rows(found.wanted),
+        "problem": found.problem,
+        "format": found.format,
     }
 
 
-def looked_of(fields: Mapping[str, Any]) -> Looked:
-    """Return what looked_to_json made; raises ValueError, TypeError or KeyError for others."""
+def node_files_from_json(fields: Mapping[str, Any]) -> NodeFiles:
+    """Return what node_files_to_json made; raises ValueError, TypeError or KeyError for others."""
 
     def entries(rows: list[list[Any]]) -> tuple[FileEntry, ...]:
         return tuple(FileEntry(str(path), int(size), str(sum_)) for path, size, sum_ in rows)
 
     wanted = fields["wanted"]
-    return Looked(
+    return NodeFiles(
         entries(fields["files"]),
         None if wanted is None else entries(wanted),
         str(fields["problem"]),
@@ -377,16 +393,16 @@ def looked_of(fields: Mapping[str, Any]) -> Looked:
     )
 
 
-def seals_to_json(sealed: Seals) -> dict[str, dict[str, str]]:
-    """Return manifests as they travel, byte for byte."""
+def manifests_to_json(of_stages: StageManifests) -> dict[str, dict[str, str]]:
+    """Return manifests as they are sent, byte for byte."""
     return {
         name: {str(rank): content.decode("latin-1") for rank, content in manifests.items()}
-        for name, manifests in sealed.items()
+        for name, manifests in of_stages.items()
     }
 
 
-def seals_of(fields: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, bytes]]:
-    """Return what seals_to_json made; raises ValueError or AttributeError for others."""
+def manifests_from_json(fields: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, bytes]]:
+    """Return what manifests_to_json made; raises ValueError or AttributeError for others."""
     return {
         name: {int(rank): content.encode("latin-1") for rank, content in manifests.items()}
         for name, manifests in fields.items()

@@ -25,12 +25,24 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from elaunch.agent.nodes.status import AT_REST
-from elaunch.agent.peers.directory import kept_of, looked_of, seals_of, seals_to_json
+from elaunch.agent.peers.directory import (
+    checkpoint_from_json,
+    manifests_from_json,
+    manifests_to_json,
+    node_files_from_json,
+)
 from elaunch.agent.peers.messages import Undelivered
 from elaunch.agent.peers.peers import PATIENCE, Peer, Peers
 from elaunch.agent.policy import events
 from elaunch.checkpoint import records
-from elaunch.checkpoint.nodelocal import Kept, Looked, Seals, Union, merged_seals, unite
+from elaunch.checkpoint.nodelocal import (
+    LocalCheckpoint,
+    NodeFiles,
+    StageManifests,
+    UnitedFiles,
+    merged_manifests,
+    unite,
+)
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.decide.view import Search, SearchResult
 from elaunch.rendezvous.plan import NodeStatus, PlanCheckpoint
@@ -133,49 +145,53 @@ class _OneSearch:
 
     def run(self) -> records.SearchOutcome:
         """Return what was found and is now on all targets; nothing if ``unreached`` has a node."""
-        holders: dict[Kept, list[str]] = {}
-        seals = self._seals()
+        holders: dict[LocalCheckpoint, list[str]] = {}
+        manifests = self._manifests()
         if self.unreached:  # one of them may have what makes a stage of another complete
             return records.SearchOutcome(None)
-        for name, theirs in self._of_all(seals, lambda name: self._kept(name, seals[name])).items():
+        for name, theirs in self._of_all(
+            manifests, lambda name: self._checkpoints(name, manifests[name])
+        ).items():
             for one in theirs:
                 holders.setdefault(one, []).append(name)
-        for kept in sorted(holders, key=lambda one: one.age, reverse=True):
+        for checkpoint in sorted(holders, key=lambda one: one.age, reverse=True):
             if self.unreached:
                 break
-            names = holders[kept]
-            looked = self._of_all(names, partial(self._look, kept))
-            union = unite([looked[name] for name in names if name in looked])
+            names = holders[checkpoint]
+            found = self._of_all(names, partial(self._find_whole, checkpoint))
+            union = unite([found[name] for name in names if name in found])
             if self.unreached:
                 break
             if union.missing:
-                self._pass_over(kept, names, _lacks(union))
-            elif self._gather(kept, union, names):
-                round_number = kept.round if kept.round >= 0 else None
-                path = Path(kept.path)
-                found = records.Checkpoint(path, kept.step, union.format, round_number)
-                return records.SearchOutcome(found, tuple(self._passed_over))
+                self._pass_over(checkpoint, names, _lacks(union))
+            elif self._gather(checkpoint, union, names):
+                round_number = checkpoint.round if checkpoint.round >= 0 else None
+                path = Path(checkpoint.path)
+                newest = records.Checkpoint(path, checkpoint.step, union.format, round_number)
+                return records.SearchOutcome(newest, tuple(self._passed_over))
         if self._failed and not self.unreached:
             raise CheckpointError(f"--checkpoint-local: {'; '.join(self._failed)}")
         return records.SearchOutcome(None, tuple(self._passed_over))
 
     # ── one checkpoint ───────────────────────────────────────────────────────────────────────────
 
-    def _gather(self, kept: Kept, union: Union, names: Sequence[str]) -> bool:
+    def _gather(
+        self, checkpoint: LocalCheckpoint, union: UnitedFiles, names: Sequence[str]
+    ) -> bool:
         """Have all targets get the files that they lack; return whether they all have."""
-        places = {name: place for place, name in enumerate(names)}
+        numbers = {name: number for number, name in enumerate(names)}
         nodes = [
             [peer.host, peer.addr, peer.port] for peer in map(self._members.get, names) if peer
         ]
         work = {}
         for name in self._targets:
-            lacking = union.lacking(places.get(name, -1))
+            lacking = union.lacking(numbers.get(name, -1))
             if lacking:
                 work[name] = [
-                    [held.entry.path, held.entry.size, held.entry.checksum, held.places]
-                    for held in lacking
+                    [whole.entry.path, whole.entry.size, whole.entry.checksum, whole.holders]
+                    for whole in lacking
                 ]
-        request = {"do": "gather", "checkpoint": asdict(kept), "nodes": nodes}
+        request = {"do": "gather", "checkpoint": asdict(checkpoint), "nodes": nodes}
 
         def fetch(name: str) -> str:
             try:
@@ -188,44 +204,52 @@ class _OneSearch:
 
         problems = [problem for problem in self._of_all(work, fetch).values() if problem]
         if problems:
-            self._failed += [f"step {kept.step} ({kept.path}): {problem}" for problem in problems]
-            self._pass_over(kept, names, "; ".join(problems))
+            self._failed += [
+                f"step {checkpoint.step} ({checkpoint.path}): {problem}" for problem in problems
+            ]
+            self._pass_over(checkpoint, names, "; ".join(problems))
         return not problems and not self.unreached
 
-    def _pass_over(self, kept: Kept, names: Iterable[str], reason: str) -> None:
+    def _pass_over(self, checkpoint: LocalCheckpoint, names: Iterable[str], reason: str) -> None:
         hosts = ", ".join(sorted({self._members[name].host for name in names}))
-        self._passed_over.append(records.PassedOver(Path(kept.path), f"{reason} (on {hosts})"))
+        self._passed_over.append(
+            records.PassedOver(Path(checkpoint.path), f"{reason} (on {hosts})")
+        )
 
     # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
-    def _seals(self) -> dict[str, Seals]:
+    def _manifests(self) -> dict[str, StageManifests]:
         """Return for each node that was reached the manifests of the stages that it has."""
-        said = self._of_all(self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE))
-        staged = {name: seals_of(one["seals"]) for name, one in said.items()}
-        merged = merged_seals(staged.values())
+        answers = self._of_all(
+            self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE)
+        )
+        staged = {name: manifests_from_json(one["seals"]) for name, one in answers.items()}
+        merged = merged_manifests(staged.values())
         for stage in merged:
-            done = next((name for name, one in said.items() if stage in one["committed"]), None)
+            done = next((name for name, one in answers.items() if stage in one["committed"]), None)
             if done is not None:
                 request = {"do": "seals", "name": stage}
                 known = self._of_all([done], partial(self._ask, request=request, patience=PATIENCE))
-                merged = merged_seals([merged, *(seals_of(one["seals"]) for one in known.values())])
+                merged = merged_manifests(
+                    [merged, *(manifests_from_json(one["seals"]) for one in known.values())]
+                )
         return {name: {stage: merged[stage] for stage in own} for name, own in staged.items()}
 
-    def _kept(self, name: str, seals: Seals) -> list[Kept]:
-        said = self._ask(name, {"do": "kept", "seals": seals_to_json(seals)}, PATIENCE)
+    def _checkpoints(self, name: str, manifests: StageManifests) -> list[LocalCheckpoint]:
+        answer = self._ask(name, {"do": "kept", "seals": manifests_to_json(manifests)}, PATIENCE)
         host = self._members[name].host
-        for path, reason in said["passed_over"]:
+        for path, reason in answer["passed_over"]:
             self._passed_over.append(records.PassedOver(Path(f"{host}:{path}"), str(reason)))
-        return [kept_of(fields) for fields in said["kept"]]
+        return [checkpoint_from_json(fields) for fields in answer["kept"]]
 
-    def _look(self, kept: Kept, name: str) -> Looked:
+    def _find_whole(self, checkpoint: LocalCheckpoint, name: str) -> NodeFiles:
         try:
-            said = self._ask(name, {"do": "look", "checkpoint": asdict(kept)}, PATIENCE)
+            answer = self._ask(name, {"do": "look", "checkpoint": asdict(checkpoint)}, PATIENCE)
         except Undelivered as error:
             if error.gone:
                 raise
-            return Looked(problem=str(error))
-        return looked_of(said["looked"])
+            return NodeFiles(problem=str(error))
+        return node_files_from_json(answer["looked"])
 
     def _ask(self, name: str, request: Mapping[str, Any], patience: float) -> Mapping[str, Any]:
         """Ask an agent, as long as it makes progress; Undelivered, ``gone`` if it is not reached.
@@ -237,14 +261,14 @@ class _OneSearch:
             peer = self._peers.here()
         while True:
             try:
-                line = self._peers.call(peer, until, patience)
+                connection = self._peers.call(peer, until, patience)
                 break
             except Undelivered as error:
                 if time.monotonic() + AGAIN >= until:
                     raise Undelivered(str(error), True) from error
             time.sleep(AGAIN)
-        with line:
-            return line.ask(request)
+        with connection:
+            return connection.ask(request)
 
     def _of_all(self, names: Iterable[str], ask: Callable[[str], Answer]) -> dict[str, Answer]:
         """Ask all at the same time; those that are gone are noted, other errors are raised."""
@@ -265,6 +289,6 @@ class _OneSearch:
         return answers
 
 
-def _lacks(union: Union) -> str:
+def _lacks(union: UnitedFiles) -> str:
     what = listed([path or "it" for path in union.missing], MOST_SHOWN)
     return f"no node has all of it: {what}" if union.files else what

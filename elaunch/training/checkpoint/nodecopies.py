@@ -18,12 +18,12 @@ from typing import IO, Any, Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.nodelocal import (
-    Kept,
-    Looked,
-    Union,
+    LocalCheckpoint,
+    NodeFiles,
+    UnitedFiles,
     WholeFile,
-    list_kept,
-    look,
+    find_whole,
+    list_local,
     unite,
 )
 from elaunch.checkpoint.storage.checksums import begin
@@ -50,10 +50,12 @@ def newest_together(parts: CallContext, run_id: str | None, timeout: float | Non
 
     ALL ranks call it together; each node has all of it then. ``run_id`` None: of any run.
     """
-    found, problem = _on_chiefs(parts, lambda root: list_kept(root, None, run_id)[0])
+    found, problem = _on_chiefs(parts, lambda root: list_local(root, None, run_id)[0])
     lists = agree(parts.distributed, WHAT, problem, found, timeout, CheckpointError)
-    kept: set[Kept] = {one for each in lists if each for one in each if one.format == own.FORMAT}
-    for one in sorted(kept, key=lambda one: one.age, reverse=True):
+    checkpoints: set[LocalCheckpoint] = {
+        one for each in lists if each for one in each if one.format == own.FORMAT
+    }
+    for one in sorted(checkpoints, key=lambda one: one.age, reverse=True):
         if not _bring(parts, one, timeout).missing:
             return one.path
     return ""
@@ -67,61 +69,67 @@ def bring(parts: CallContext, found: Committed, timeout: float | None) -> None:
     lacks, problem = _on_chiefs(parts, lambda root: _lacks(root / found.name))
     if not any(agree(parts.distributed, WHAT, problem, lacks, timeout, CheckpointError)):
         return
-    listed, problem = _on_chiefs(parts, lambda root: list_kept(root, None, None)[0])
+    listed, problem = _on_chiefs(parts, lambda root: list_local(root, None, None)[0])
     lists = agree(parts.distributed, WHAT, problem, listed, timeout, CheckpointError)
-    kept = [one for each in lists if each for one in each if one.path == found.name]
-    if not kept:
+    listed_there = [one for each in lists if each for one in each if one.path == found.name]
+    if not listed_there:
         raise CheckpointError(f"{found.name} is on no node any more")
-    union = _bring(parts, kept[0], timeout)
+    union = _bring(parts, listed_there[0], timeout)
     if union.missing:
         raise CheckpointError(
             f"{found.name} is incomplete on the nodes that are here: {', '.join(union.missing)}"
         )
 
 
-def _bring(parts: CallContext, kept: Kept, timeout: float | None) -> Union:
+def _bring(parts: CallContext, checkpoint: LocalCheckpoint, timeout: float | None) -> UnitedFiles:
     """Return what the nodes have of a checkpoint; if that is all of it, each has it then."""
-    looked, problem = _on_chiefs(parts, lambda root: look(root, kept, _ignore))
-    said: list[Looked | None]
-    said = agree(parts.distributed, WHAT, problem, looked, timeout, CheckpointError)
-    chiefs = [rank for rank, one in enumerate(said) if one is not None]
-    union = unite([one for one in said if one is not None])
+    here, problem = _on_chiefs(parts, lambda root: find_whole(root, checkpoint, _ignore))
+    of_ranks: list[NodeFiles | None]
+    of_ranks = agree(parts.distributed, WHAT, problem, here, timeout, CheckpointError)
+    chiefs = [rank for rank, one in enumerate(of_ranks) if one is not None]
+    union = unite([one for one in of_ranks if one is not None])
     if union.missing:
         return union
-    place = chiefs.index(parts.rank) if parts.rank in chiefs else -1
+    node = chiefs.index(parts.rank) if parts.rank in chiefs else -1
     written, problem = [], None
-    for held in union.files:
-        if not any(map(held.is_lacking, range(len(chiefs)))):
+    for whole in union.files:
+        if not any(map(whole.is_lacking, range(len(chiefs)))):
             continue
-        problem = _send(parts, kept, held, (chiefs[held.places[0]], place), timeout) or problem
-        written += [held.entry.path] if held.is_lacking(place) else []
-    if written and place >= 0 and problem is None:
-        root = _root(parts) / kept.path
+        problem = (
+            _send(parts, checkpoint, whole, (chiefs[whole.holders[0]], node), timeout) or problem
+        )
+        written += [whole.entry.path] if whole.is_lacking(node) else []
+    if written and node >= 0 and problem is None:
+        root = _root(parts) / checkpoint.path
         problem = attempt(lambda: _sync(root, written))[1]
     agree(parts.distributed, WHAT, problem, None, timeout, CheckpointError)
     return union
 
 
 def _send(
-    parts: CallContext, kept: Kept, held: WholeFile, who: tuple[int, int], timeout: float | None
+    parts: CallContext,
+    checkpoint: LocalCheckpoint,
+    whole: WholeFile,
+    who: tuple[int, int],
+    timeout: float | None,
 ) -> Exception | None:
     """Bring a file to the nodes that lack it; return what went wrong on this rank.
 
-    ``who``: the rank that has it, and this rank's place among the nodes' first ones, or -1.
+    ``who``: the rank that has it; the number of this rank's node, -1 where another acts for that.
     """
-    source, place = who
-    checkpoint = _root(parts) / kept.path
-    takes = place >= 0 and held.is_lacking(place)
+    source, node = who
+    directory = _root(parts) / checkpoint.path
+    takes = node >= 0 and whole.is_lacking(node)
     with ExitStack() as stack:
         pieces: Iterator[bytes] = iter(())
         writer, problem = None, None
         if parts.rank == source:
-            path = inside(checkpoint, held.entry.path, "a manifest")
+            path = inside(directory, whole.entry.path, "a manifest")
             file, problem = attempt(lambda: stack.enter_context(path.open("rb")))
             pieces = _pieces(file) if file is not None else pieces
         if takes:
-            writer, problem = attempt(lambda: stack.enter_context(_Writer(checkpoint, held)))
-        for _ in range(-(-held.entry.size // PIECE)):
+            writer, problem = attempt(lambda: stack.enter_context(_Writer(directory, whole)))
+        for _ in range(-(-whole.entry.size // PIECE)):
             piece, failed = attempt(lambda: next(pieces, b""))
             problem = problem or failed
             data = parts.distributed.allgather(piece, timeout)[source]
@@ -158,13 +166,13 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 class _Writer:
     """A file that comes in pieces: it has its name when it is whole, or the one of ``_aside``."""
 
-    def __init__(self, checkpoint: Path, held: WholeFile) -> None:
-        path = inside(checkpoint, held.entry.path, "a manifest")
-        self._path = checkpoint / _aside(path.name) if held.entry.path in _PAIR else path
-        self._entry = held.entry
-        self._total = begin(held.entry.checksum)
+    def __init__(self, checkpoint: Path, whole: WholeFile) -> None:
+        path = inside(checkpoint, whole.entry.path, "a manifest")
+        self._path = checkpoint / _aside(path.name) if whole.entry.path in _PAIR else path
+        self._entry = whole.entry
+        self._total = begin(whole.entry.checksum)
         checkpoint.mkdir(exist_ok=True)
-        make_parents(checkpoint, held.entry.path)
+        make_parents(checkpoint, whole.entry.path)
         self._temporary = self._path.with_name(temporary_name())
         self._file = self._temporary.open("xb")
 

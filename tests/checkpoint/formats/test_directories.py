@@ -296,8 +296,8 @@ def test_a_picked_directory_must_not_change(
 def test_nodes_tell_each_other_of_them(tmp_path: Path) -> None:
     save_state(tmp_path / "checkpoint_3")
     anything(tmp_path / "save_7")
-    assert [kept.step for kept in nodelocal.list_kept(tmp_path, None, None)[0]] == [3]
-    (picked,) = nodelocal.list_kept(tmp_path, "save_*", None)[0]
-    looked = nodelocal.look(tmp_path, picked, bool)
+    assert [one.step for one in nodelocal.list_local(tmp_path, None, None)[0]] == [3]
+    (picked,) = nodelocal.list_local(tmp_path, "save_*", None)[0]
+    looked = nodelocal.find_whole(tmp_path, picked, bool)
     assert (looked.problem, looked.format) == ("", "directory")
     assert {file.path for file in looked.wanted or ()} >= {"deep/model.pt", "notes.txt"}

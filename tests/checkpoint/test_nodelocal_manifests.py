@@ -25,23 +25,23 @@ def test_each_gets_what_the_other_has_sealed(tmp_path: Path) -> None:
     """And can commit then; of a stage that it does not have nothing is made."""
     roots = [tmp_path / str(rank) for rank in (0, 1)]
     made = [node(root, rank) for rank, root in enumerate(roots)]
-    merged = nodelocal.merged_seals([nodelocal.staged_seals(root) for root in roots])
+    merged = nodelocal.merged_manifests([nodelocal.staged_manifests(root) for root in roots])
     assert merged == {STAGE.name: {0: made[0][1], 1: made[1][1]}}
     merged[Stage(60, 0, "other").name] = {0: b"{}"}
     for root, (storage, _) in zip(roots, made, strict=True):
-        nodelocal.adopt_seals(root, merged)
+        nodelocal.adopt_manifests(root, merged)
         (done,) = storage.finish_stages("digits")
         assert done.step == 50
-        assert nodelocal.staged_seals(root) == {}
-        assert nodelocal.committed_places(root) == {STAGE.name: root / STAGE.final}
+        assert nodelocal.staged_manifests(root) == {}
+        assert nodelocal.committed_paths(root) == {STAGE.name: root / STAGE.final}
 
 
 def test_one_ranks_own_manifest_is_never_replaced(tmp_path: Path) -> None:
     """By whatever another node says."""
     _, manifest = node(tmp_path, 0)
-    nodelocal.adopt_seals(tmp_path, {STAGE.name: {0: b"{}"}})
-    assert nodelocal.staged_seals(tmp_path) == {STAGE.name: {0: manifest}}
-    assert nodelocal.merged_seals([{"s": {0: b"first"}}, {"s": {0: b"second"}}]) == {
+    nodelocal.adopt_manifests(tmp_path, {STAGE.name: {0: b"{}"}})
+    assert nodelocal.staged_manifests(tmp_path) == {STAGE.name: {0: manifest}}
+    assert nodelocal.merged_manifests([{"s": {0: b"first"}}, {"s": {0: b"second"}}]) == {
         "s": {0: b"first"}
     }
 
@@ -49,8 +49,8 @@ def test_one_ranks_own_manifest_is_never_replaced(tmp_path: Path) -> None:
 def test_a_directory_that_elaunch_does_not_write_to(tmp_path: Path) -> None:
     """Has nothing to tell, whether it is there or not."""
     for root in (tmp_path, tmp_path / "none"):
-        assert (nodelocal.staged_seals(root), nodelocal.committed_places(root)) == ({}, {})
-        nodelocal.adopt_seals(root, {STAGE.name: {0: b"{}"}})
+        assert (nodelocal.staged_manifests(root), nodelocal.committed_paths(root)) == ({}, {})
+        nodelocal.adopt_manifests(root, {STAGE.name: {0: b"{}"}})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,6 +62,6 @@ def test_a_stage_that_is_discarded_meanwhile(
     listed = nodelocal._stages(tmp_path)
     storage.discard(STAGE)
     monkeypatch.setattr(nodelocal, "_stages", lambda _: listed)
-    assert nodelocal.staged_seals(tmp_path) == {}
-    nodelocal.adopt_seals(tmp_path, {STAGE.name: {1: b"{}"}})
+    assert nodelocal.staged_manifests(tmp_path) == {}
+    nodelocal.adopt_manifests(tmp_path, {STAGE.name: {1: b"{}"}})
     assert not list((tmp_path / ".stage").glob("step-*"))
