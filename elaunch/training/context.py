@@ -236,11 +236,11 @@ class Context:
         """This script's checkpoints."""
         if self._checkpoint is None:
             from elaunch.training.checkpoint.context import CheckpointContext  # only if used
-            from elaunch.training.checkpoint.opening import OpenedContext
+            from elaunch.training.checkpoint.session import CheckpointSession
 
             run_id, given = self._run_id
             self._checkpoint = CheckpointContext(
-                OpenedContext(
+                CheckpointSession(
                     self.info,
                     self.distributed,
                     self.train,

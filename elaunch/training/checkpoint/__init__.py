@@ -4,14 +4,14 @@
 module        does
 ============  ======================================================================================
 context       the calls of a script; which ranks make them
-opening       the directory or URL, when it is first used
+session       the directory or URL, opened when it is first used
 latest        what ``latest()`` returns, decided in ``elaunch.init()``
-parts         what all of them work with; one save, as a script asks for it
+callcontext   what each call works with; one save, as a script requests it
 together      an error of one rank is an error of all
 where         which directory or URL, whose it is, whether all nodes see the same
-store         one save by all ranks: begin, write, commit
+collective    one save by all ranks: begin, write, commit
 compare       what has to be equal on all ranks; ``check_same``
-blocks        ``store_path``, ``commit``: files that the script, or others' code, writes
+paths         ``store_path``, ``commit``: files that the script, or others' code, writes
 restore       ``restore_path``: files that the script reads itself
 nodecopies    what nodes with a directory each have together
 ddp           ``save_ddp`` and ``load_ddp``: one file for all ranks

@@ -28,7 +28,7 @@ from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives, plan
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.digests import digest
-from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, Captured, Values, capture
+from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, FlatState, Values, flatten
 from elaunch.training.checkpoint.together import agree, guarded
 from elaunch.training.distributed import DistributedContext
 
@@ -42,7 +42,7 @@ def check_same(
 
     ALL ranks call it together. The error names the ranks that differ from most, and the first key.
     """
-    digests, problem = guarded(lambda: dict(_digests(capture(state, distributed.rank))), WHAT)
+    digests, problem = guarded(lambda: dict(_digests(flatten(state, distributed.rank))), WHAT)
     total = None if digests is None else digest(repr(sorted(digests.items())).encode())
     if len(set(agree(distributed, WHAT, problem, total, timeout, CheckpointError))) == 1:
         return
@@ -50,32 +50,32 @@ def check_same(
     for key in dict.fromkeys(key for held in everyone for key in held):
         own = {rank: held[key] for rank, held in enumerate(everyone) if key in held}
         most = Counter(own.values()).most_common(1)[0][0]
-        if strange := [rank for rank, told in own.items() if told != most]:
+        if strange := [rank for rank, one in own.items() if one != most]:
             raise CheckpointError(
                 f"{WHAT}: {text.ranks(strange)} of {len(everyone)}: {key.split(chr(0))[0]} is not "
                 f"what {'the others have' if len(own) > 2 * len(strange) else 'rank 0 has'}"
             )
 
 
-def _digests(captured: Captured) -> Iterator[tuple[str, bytes]]:
-    leaves = captured.leaves
-    for key, packed in Values().pack(captured).items():
+def _digests(flat: FlatState) -> Iterator[tuple[str, bytes]]:
+    leaves = flat.leaves
+    for key, packed in Values().pack(flat).items():
         if leaves[key].share != OWN:
             yield key, hashlib.sha256(packed).digest()
-    planner = plan.planner_of(captured)
+    planner = plan.planner_of(flat)
     for item in planner.create_local_plan().items:
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO or leaves[key].share in (BUFFER, OWN):
             continue
         data = planner.resolve_data(item)
-        told = f"{data.dtype} {tuple(data.shape)}".encode()
+        kind = f"{data.dtype} {tuple(data.shape)}".encode()
         content = tensors.memory_of(data)
         offset = "" if item.type == WriteItemType.TENSOR else f"\0{item.index.offset}"
-        yield f"{key}{offset}", hashlib.sha256(told + hashlib.sha256(content).digest()).digest()
+        yield f"{key}{offset}", hashlib.sha256(kind + hashlib.sha256(content).digest()).digest()
 
 
 _SAMPLE: Final = 64
-_TOLD: Final = 60
+_SHOWN: Final = 60
 """Characters of a value in an error."""
 
 
@@ -92,8 +92,8 @@ def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         memory, at = tensors.memory_of(host), 0
         for key in keys:
             end = at + samples[key].numel() * host.element_size()
-            told = f"{values[key].dtype} {tuple(values[key].shape)}".encode()
-            found[key] = digest(told, memory[at:end])
+            kind = f"{values[key].dtype} {tuple(values[key].shape)}".encode()
+            found[key] = digest(kind, memory[at:end])
             at = end
     return found
 
@@ -109,8 +109,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     first = (value.numel() - 1) % step
     if value.is_contiguous():
         return value.view(-1)[first::step]
-    places = torch.arange(first, value.numel(), step, device=value.device)
-    return value[torch.unravel_index(places, value.shape)]
+    indices = torch.arange(first, value.numel(), step, device=value.device)
+    return value[torch.unravel_index(indices, value.shape)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:
@@ -143,7 +143,7 @@ def settle(
             ranks = "; ".join(text.ranks(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
-            problems.append(f"{key} is {_told(holders, values)}")
+            problems.append(f"{key} is {_values_of(holders, values)}")
     if problems:
         raise SaveError(
             f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
@@ -156,16 +156,18 @@ def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
     return value if problem is None else problem
 
 
-def _told(holders: Sequence[int], values: Sequence[Any]) -> str:
-    told: dict[str, list[int]] = {}
+def _values_of(holders: Sequence[int], values: Sequence[Any]) -> str:
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(holders, values, strict=True):
-        told.setdefault(_short(value), []).append(rank)
-    return ", ".join(f"{value} on {text.ranks(ranks)}" for value, ranks in list(told.items())[:4])
+        ranks_of.setdefault(_short(value), []).append(rank)
+    return ", ".join(
+        f"{value} on {text.ranks(ranks)}" for value, ranks in list(ranks_of.items())[:4]
+    )
 
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _TOLD else f"{text[:_TOLD]}…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -28,18 +28,18 @@ from elaunch.checkpoint.retention.delete import Keep
 from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness
-from elaunch.training.checkpoint import blocks, restore, store
+from elaunch.training.checkpoint import collective, paths, restore
+from elaunch.training.checkpoint.callcontext import LOADS, SECTION, Mode, as_given, at_step
 from elaunch.training.checkpoint.handle import SaveHandle
-from elaunch.training.checkpoint.opening import OpenedContext
-from elaunch.training.checkpoint.parts import LOADS, SECTION, Mode, as_given, at_step
 from elaunch.training.checkpoint.restore import Which
 from elaunch.training.checkpoint.saver.schedule import Schedule
+from elaunch.training.checkpoint.session import CheckpointSession
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from elaunch.training.checkpoint.handle import Aside, Busy, Either, Scheduled, Waits
-    from elaunch.training.checkpoint.save import Sharded
+    from elaunch.training.checkpoint.handle import Background, Blocking, Busy, Either, Scheduled
+    from elaunch.training.checkpoint.save import SaveCache
     from elaunch.training.checkpoint.saver.schedule import Every
 
 Given = ParamSpec("Given")
@@ -80,15 +80,15 @@ class CheckpointContext:
     the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
     """
 
-    def __init__(self, opening: OpenedContext) -> None:
-        self._opening = opening
-        self._remembered: Sharded | None = None
-        self._schedule = Schedule(opening.directory)
+    def __init__(self, session: CheckpointSession) -> None:
+        self._session = session
+        self._save_cache: SaveCache | None = None
+        self._schedule = Schedule(session.directory)
 
     @property
     def directory(self) -> Location:
         """The directory (a Path) or URL (a str) in which the checkpoints are."""
-        return self._opening.place
+        return self._session.place
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -120,12 +120,12 @@ class CheckpointContext:
             SaveError: nothing was committed. The rank whose block raised gets its own exception.
         """
         if not shard:
-            blocks.refuse_unless_chief(self._opening.distributed.rank)
-        asked = as_given(metadata, keep, timeout, "store_path")
-        store = blocks.store_together if shard else blocks.store_alone
+            paths.refuse_unless_chief(self._session.distributed.rank)
+        request = as_given(metadata, keep, timeout, "store_path")
+        store = paths.store_together if shard else paths.store_alone
         with self._section():
-            parts = self._opening.together(timeout) if shard else self._opening.alone()
-            with store(parts, asked) as given:
+            call = self._session.together(timeout) if shard else self._session.alone()
+            with store(call, request) as given:
                 yield given
 
     @_in_section
@@ -141,8 +141,8 @@ class CheckpointContext:
         ALL ranks call it together. It is one directory for all ranks that share storage; each
         checkpoint needs a new one. A directory that is not committed is removed with the job.
         """
-        parts = self._opening.together(timeout)
-        return blocks.open_path(parts, at_step(step, metadata, None, timeout, "stage_path"))
+        call = self._session.together(timeout)
+        return paths.open_path(call, at_step(step, metadata, None, timeout, "stage_path"))
 
     @_in_section
     def commit(
@@ -164,9 +164,9 @@ class CheckpointContext:
         Raises:
             SaveError: nothing was committed.
         """
-        parts = self._opening.together(timeout)
-        asked = at_step(step, metadata, keep, timeout, "commit")
-        return blocks.commit_path(parts, path, asked)
+        call = self._session.together(timeout)
+        request = at_step(step, metadata, keep, timeout, "commit")
+        return paths.commit_path(call, path, request)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
@@ -186,11 +186,11 @@ class CheckpointContext:
         """
         what = "restore_path"
         with self._section(loads=True):
-            parts, wanted = restore.wanted(self._opening, uuid, None, timeout=timeout, what=what)
-            parts, found = restore.choose(parts, wanted)
+            call, wanted = restore.wanted(self._session, uuid, None, timeout=timeout, what=what)
+            call, found = restore.choose(call, wanted)
             if found is None:
                 raise restore.not_there(what)
-            with restore.opened(parts, found, timeout=timeout, what=what) as path:
+            with restore.opened(call, found, timeout=timeout, what=what) as path:
                 yield path
 
     @_in_section
@@ -206,7 +206,7 @@ class CheckpointContext:
         Raises:
             CheckpointError: the checkpoint that the round resumes from cannot be read any more.
         """
-        return self._opening.latest()
+        return self._session.latest()
 
     @_in_section
     def get_metadata(self, uuid: Which | None = None) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class CheckpointContext:
         Any rank may call it. Raises CheckpointError, with what is there, if it is not.
         """
         if uuid is not None:
-            return dict(restore.find(self._opening.storage, uuid, anywhere=True).metadata)
+            return dict(restore.find(self._session.storage, uuid, anywhere=True).metadata)
         found = self.latest()
         if found is None:
             raise restore.not_there("get_metadata")
@@ -224,15 +224,17 @@ class CheckpointContext:
     @_in_section
     def list(self) -> list[Committed]:
         """Return the committed checkpoints, from old to new; any rank may call it."""
-        return self._opening.storage.listed()
+        return self._session.storage.listed()
 
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
     @overload
-    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Waits]) -> Committed: ...
+    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Blocking]) -> Committed: ...
 
     @overload
-    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Aside]) -> SaveHandle: ...
+    def save(
+        self, state: Mapping[str, Any], step: int, **how: Unpack[Background]
+    ) -> SaveHandle: ...
 
     @overload
     def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Scheduled]) -> SaveHandle: ...
@@ -282,21 +284,21 @@ class CheckpointContext:
             CheckpointError: the state cannot be saved so that it can be loaded; says what to do.
             ContextError: ``every`` is no interval; or it is ``"auto"``, and all checkpoints stay.
         """
-        from elaunch.training.checkpoint import save as saving
+        from elaunch.training.checkpoint import save as saves
 
-        asked = at_step(step, metadata, keep, timeout, "save")
-        if every is not None and not self._schedule.is_due(every, asked, self.latest):
+        request = at_step(step, metadata, keep, timeout, "save")
+        if every is not None and not self._schedule.is_due(every, request, self.latest):
             return SaveHandle(step)
         block = every is None if block is None else block
         with self._section():
-            parts, sharded = self._opening.together(timeout), self._sharded()
+            call, cache = self._session.together(timeout), self._cache()
             if every == "auto":
                 when_busy = "skip"
-                self._schedule.prepare(lambda: saving.reserve(parts, sharded, state, timeout))
+                self._schedule.prepare(lambda: saves.reserve(call, cache, state, timeout))
             begun = time.monotonic()
-            made = saving.save(parts, sharded, state, asked, block, when_busy)
+            made = saves.save(call, cache, state, request, block, when_busy)
             handle = made if isinstance(made, SaveHandle) else SaveHandle(step, made)
-            self._schedule.note(parts, step, begun, skipped=handle.skipped)
+            self._schedule.note(call, step, begun, skipped=handle.skipped)
             return made if every is None else handle
 
     @_in_section
@@ -327,10 +329,10 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint import load as loading
 
-        parts, wanted = restore.wanted(
-            self._opening, uuid, source, timeout=timeout, what=loading.WHAT
+        call, wanted = restore.wanted(
+            self._session, uuid, source, timeout=timeout, what=loading.WHAT
         )
-        return loading.load(parts, wanted, state, strict)
+        return loading.load(call, wanted, state, strict)
 
     @_in_section
     def reserve(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
@@ -338,10 +340,10 @@ class CheckpointContext:
 
         ALL ranks call it together. Raises SaveError if it would be over --checkpoint-memory.
         """
-        from elaunch.training.checkpoint import save as saving
+        from elaunch.training.checkpoint import save as saves
 
-        parts = self._opening.together(timeout)
-        saving.reserve(parts, self._sharded(), state, timeout)
+        call = self._session.together(timeout)
+        saves.reserve(call, self._cache(), state, timeout)
 
     @_in_section
     def wait(self, *, timeout: float | None = None) -> Committed | None:
@@ -349,10 +351,10 @@ class CheckpointContext:
 
         ALL ranks call it together. Raises SaveError if a save in flight came to nothing.
         """
-        from elaunch.training.checkpoint import save as saving
+        from elaunch.training.checkpoint import save as saves
 
-        parts = self._opening.together(timeout)
-        return saving.wait(parts, self._sharded(), timeout)
+        call = self._session.together(timeout)
+        return saves.wait(call, self._cache(), timeout)
 
     @_in_section
     def check_same(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:
@@ -363,7 +365,7 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint import compare
 
-        compare.check_same(self._opening.distributed, state, timeout)
+        compare.check_same(self._session.distributed, state, timeout)
 
     # ── one file for all ranks ───────────────────────────────────────────────────────────────────
 
@@ -393,9 +395,9 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint.ddp import singlefile
 
-        parts = self._opening.together(timeout)
-        asked = at_step(step, metadata, keep, timeout, "save_ddp")
-        return singlefile.save(parts, state, asked)
+        call = self._session.together(timeout)
+        request = at_step(step, metadata, keep, timeout, "save_ddp")
+        return singlefile.save(call, state, request)
 
     @_in_section
     def load_ddp(
@@ -428,10 +430,8 @@ class CheckpointContext:
         from elaunch.training.checkpoint.ddp import singlefile
 
         singlefile.check_mode(mode)
-        parts, wanted = restore.wanted(
-            self._opening, uuid, source, timeout=timeout, what="load_ddp"
-        )
-        return singlefile.load_chosen(parts, wanted, state, (mode, strict))
+        call, wanted = restore.wanted(self._session, uuid, source, timeout=timeout, what="load_ddp")
+        return singlefile.load_chosen(call, wanted, state, (mode, strict))
 
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 
@@ -443,18 +443,18 @@ class CheckpointContext:
             CheckpointError: it is not there; or it is pinned, or being read, or the round resumed
                 from it and has no newer one, and so it stays.
         """
-        storage = self._opening.storage
-        store.delete_one(storage, self._opening.known, restore.find(storage, uuid))
+        storage = self._session.storage
+        collective.delete_one(storage, self._session.known, restore.find(storage, uuid))
 
     @_in_section
     def pin(self, uuid: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        shelves.pin(self.directory, restore.find(self._opening.storage, uuid).name)
+        shelves.pin(self.directory, restore.find(self._session.storage, uuid).name)
 
     @_in_section
     def unpin(self, uuid: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        shelves.unpin(self.directory, restore.find(self._opening.storage, uuid).name)
+        shelves.unpin(self.directory, restore.find(self._session.storage, uuid).name)
 
     @_in_section
     def quarantine(self, uuid: Which, reason: str) -> None:
@@ -468,7 +468,7 @@ class CheckpointContext:
             raise ContextError(
                 f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
             )
-        storage = self._opening.storage
+        storage = self._session.storage
         storage.quarantine(restore.find(storage, uuid), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
@@ -484,17 +484,17 @@ class CheckpointContext:
         Raises:
             SaveError: a save in flight came to nothing.
         """
-        if self._remembered is not None:
-            self._remembered.close()
-        self._opening.close(patient)
+        if self._save_cache is not None:
+            self._save_cache.close()
+        self._session.close(patient)
 
-    def _sharded(self) -> Sharded:
+    def _cache(self) -> SaveCache:
         """Return what is remembered from one sharded save to the next."""
-        from elaunch.training.checkpoint import save as saving
+        from elaunch.training.checkpoint import save as saves
 
-        if self._remembered is None:
-            self._remembered = saving.Sharded()
-        return self._remembered
+        if self._save_cache is None:
+            self._save_cache = saves.SaveCache()
+        return self._save_cache
 
     def _section(self, loads: bool = False) -> contextlib.AbstractContextManager[None]:
-        return liveness.section(self._opening.page, SECTION, kind="load" if loads else "save")
+        return liveness.section(self._session.page, SECTION, kind="load" if loads else "save")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from elaunch.checkpoint.records import Committed, Stage
     from elaunch.checkpoint.retention.delete import Keep
-    from elaunch.training.checkpoint.parts import CallContext
+    from elaunch.training.checkpoint.callcontext import CallContext
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.checkpoint.saver.schedule import Every
 
@@ -24,7 +24,7 @@ LONGER_S: Final = 10.0
 """Seconds that the ranks wait longer for each other than for a save in flight."""
 
 
-class More(TypedDict, total=False):
+class SaveOptions(TypedDict, total=False):
     """What ``ctx.checkpoint.save`` takes beside state and step, whatever it returns."""
 
     metadata: Mapping[str, Any] | None
@@ -33,28 +33,28 @@ class More(TypedDict, total=False):
     timeout: float | None
 
 
-class Waits(More, total=False):
+class Blocking(SaveOptions, total=False):
     """What it takes to return when the checkpoint is committed."""
 
     block: Literal[True] | None
     every: None
 
 
-class Scheduled(More):
+class Scheduled(SaveOptions):
     """What it takes to save some steps only."""
 
     block: NotRequired[bool | None]
     every: Every
 
 
-class Aside(More):
+class Background(SaveOptions):
     """What it takes to return before the commit."""
 
     block: Literal[False]
     every: NotRequired[Every | None]
 
 
-class Either(More, total=False):
+class Either(SaveOptions, total=False):
     """What it takes where only the run tells."""
 
     block: bool | None
@@ -62,7 +62,7 @@ class Either(More, total=False):
 
 
 def await_saver(
-    parts: CallContext,
+    call: CallContext,
     saver: AgentSaverClient,
     timeout: float | None,
     check: Callable[[], None] = lambda: None,
@@ -72,11 +72,11 @@ def await_saver(
     ALL ranks call it together; each calls ``check`` first. With a ``timeout`` a save that takes
     longer is a SaveError; without one the agents say when the storage takes nothing of it any more.
     """
-    seconds = parts.seconds(timeout)
+    seconds = call.seconds(timeout)
     while True:
         with (
-            parts.awaiting(seconds),
-            together(parts.distributed, "wait", seconds + LONGER_S) as step,
+            call.awaiting(seconds),
+            together(call.distributed, "wait", seconds + LONGER_S) as step,
         ):
             check()
             step.sent = _waited(saver, seconds, patient=timeout is None)
@@ -151,10 +151,10 @@ class SaveInFlight(SaveHandle):
     The next save or ``wait()`` settles it, or :meth:`result`, whichever all ranks call first.
     """
 
-    def __init__(self, parts: CallContext, saver: AgentSaverClient, stage: Stage) -> None:
+    def __init__(self, call: CallContext, saver: AgentSaverClient, stage: Stage) -> None:
         super().__init__(stage.step)
         self.skipped = self.is_settled = False
-        self._parts = parts
+        self._call = call
         self._saver = saver
         self._stage = stage
         self._lost: SaveError | None = None
@@ -184,7 +184,7 @@ class SaveInFlight(SaveHandle):
         if self.is_settled:
             return super().result()
         try:
-            committed = await_saver(self._parts, self._saver, timeout, self.raise_if_lost)
+            committed = await_saver(self._call, self._saver, timeout, self.raise_if_lost)
         except SaveError as error:
             if error.lost:
                 self.settle(None, error)
@@ -209,4 +209,4 @@ class SaveInFlight(SaveHandle):
             self._problem = SaveError(text)
             return
         self._committed = committed
-        self._parts.known.note(committed)
+        self._call.known.note(committed)

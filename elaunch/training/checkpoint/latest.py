@@ -72,10 +72,10 @@ def decide(
             mine = _look(distributed, info, run_id, given)
         except (ElaunchError, OSError, ImportError) as error:
             mine = Decided(problem=f"rank {distributed.rank}: {error}")
-    said = distributed.allgather(mine)
-    if problem := next((one.problem for one in said if one.problem), ""):
+    decisions = distributed.allgather(mine)
+    if problem := next((one.problem for one in decisions if one.problem), ""):
         return Decided(problem=problem)
-    found = [one.found for one in said if one.found is not None]
+    found = [one.found for one in decisions if one.found is not None]
     return Decided(max(found, key=lambda one: one.age, default=None))
 
 

@@ -36,19 +36,19 @@ from elaunch.errors import CheckpointError, DamageError
 from elaunch.text import listed
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
+from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.dcp import image, plan, sources
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import read as reading
 from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
-from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.state import flatten, tensors
-from elaunch.training.checkpoint.state.flatten import Captured
+from elaunch.training.checkpoint.state.flatten import FlatState
 from elaunch.training.checkpoint.together import agree, guarded
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
-_TOLD: Final = 12
+_MOST_NAMED: Final = 12
 """Keys of one kind that an error names."""
 
 log = logging.getLogger("elaunch")
@@ -67,7 +67,7 @@ class _Fit:
 
 
 def load(
-    parts: CallContext, wanted: restoring.Wanted, state: Mapping[str, Any], strict: bool = True
+    call: CallContext, wanted: restoring.Wanted, state: Mapping[str, Any], strict: bool = True
 ) -> Committed | None:
     """Load a checkpoint into ``state``; ALL ranks call it together.
 
@@ -86,7 +86,7 @@ def load(
         CheckpointError: on all ranks; names keys, files, ranks.
     """
 
-    parts.known.loads |= wanted.which is None
+    call.known.loads |= wanted.which is None
 
     def use(there: CallContext, found: Committed) -> None:
         try:
@@ -98,11 +98,11 @@ def load(
     def load_from(there: CallContext, found: Committed, recalls: bool) -> None:
         with contextlib.ExitStack() as stack:
             loading = _Loading(there, found, stack, wanted.timeout, recalls=recalls)
-            captured, reads = loading.compare(state, loading.look(), strict)
-            loading.read(captured, reads)
-            loading.restore(captured)
+            flat, reads = loading.compare(state, loading.look(), strict)
+            loading.read(flat, reads)
+            loading.restore(flat)
 
-    return restoring.read(parts, wanted, strict, use)
+    return restoring.read(call, wanted, strict, use)
 
 
 class _Loading:
@@ -110,14 +110,14 @@ class _Loading:
 
     def __init__(
         self,
-        parts: CallContext,
+        call: CallContext,
         found: Committed,
         stack: contextlib.ExitStack,
         timeout: float | None,
         *,
         recalls: bool,
     ) -> None:
-        self._parts = parts
+        self._call = call
         self._found = found
         self._stack = stack
         self._timeout = timeout
@@ -132,13 +132,13 @@ class _Loading:
 
         Another node would fetch a whole shard with it.
         """
-        names = [stored.FILE] if self._parts.rank == 0 else []
+        names = [stored.FILE] if self._call.rank == 0 else []
         # With as many ranks as have saved, most of what one reads lies in the shard of its number.
-        as_saved = self._found.world_size == self._parts.distributed.size
-        self._fetch(names, None, [image.data_file(self._parts.rank)] if as_saved else [])
+        as_saved = self._found.world_size == self._call.distributed.size
+        self._fetch(names, None, [image.data_file(self._call.rank)] if as_saved else [])
 
         def work() -> bytes:
-            plan.check_group(self._parts.distributed, WHAT)
+            plan.check_group(self._call.distributed, WHAT)
             content = b"".join(bytes(self._source.whole(name)) for name in names)
             self._source.finish()
             return content
@@ -149,25 +149,25 @@ class _Loading:
 
     def compare(
         self, state: Mapping[str, Any], content: bytes, strict: bool
-    ) -> tuple[Captured, reading.Reads]:
+    ) -> tuple[FlatState, reading.Reads]:
         """Return the leaves to be loaded, and where they are; ``content`` is ``.metadata``."""
 
-        def work() -> tuple[Stored, Captured]:
+        def work() -> tuple[Stored, FlatState]:
             metadata = stored.read(content, self._found.place)
-            own = Stored(metadata, self._parts.distributed.size)
-            return own, flatten.capture(state, self._parts.rank, own)
+            own = Stored(metadata, self._call.distributed.size)
+            return own, flatten.flatten(state, self._call.rank, own)
 
         fit, taken = None, frozenset[str]()
         found, problem = guarded(work, WHAT)
         if found is not None:
-            own, captured = found
-            taken = frozenset(captured.leaves) | own.claimed
-            fit = _fit(captured, own, taken, strict)
+            own, flat = found
+            taken = frozenset(flat.leaves) | own.claimed
+            fit = _fit(flat, own, taken, strict)
         fits: list[_Fit] = self._agree(problem, fit)
         self._check(fits, taken, own, strict)
-        for key in [key for key in captured.leaves if key not in own.keys]:
-            del captured.leaves[key]
-        leaves = captured.leaves.values()
+        for key in [key for key in flat.leaves if key not in own.keys]:
+            del flat.leaves[key]
+        leaves = flat.leaves.values()
         values = [leaf.key for leaf in leaves if not leaf.is_tensor]
         wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
         reads, problem = guarded(lambda: reading.plan(own.metadata, wanted, values), WHAT)
@@ -176,18 +176,18 @@ class _Loading:
         for leaf in leaves:
             if leaf.is_tensor and wanted[leaf.key] is not leaf.value:
                 leaf.holder[leaf.name] = wanted[leaf.key]
-        return captured, reads
+        return flat, reads
 
-    def read(self, captured: Captured, reads: reading.Reads) -> None:
+    def read(self, flat: FlatState, reads: reading.Reads) -> None:
         """Fill tensors, and put values where they belong."""
 
         def work() -> None:
             reading.read_tensors(self._source, reads)
             also = unpickling.named_by(
-                [*captured.own_values, *(captured.leaves[k].value for k in reads.values)]
+                [*flat.own_values, *(flat.leaves[k].value for k in reads.values)]
             )
             for key in reads.values:
-                leaf = captured.leaves[key]
+                leaf = flat.leaves[key]
                 leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key, also)
 
         with torch.no_grad():
@@ -199,11 +199,11 @@ class _Loading:
             damage = type(damage)(f"{damage} ({problem})")
         self._refuse_damage(problem if damage is None else damage)
 
-    def restore(self, captured: Captured) -> None:
+    def restore(self, flat: FlatState) -> None:
         """Give the objects what was loaded for them."""
 
         def work() -> None:
-            for call in captured.restores:
+            for call in flat.restores:
                 call()
 
         self._agree(guarded(work, WHAT)[1])
@@ -218,9 +218,9 @@ class _Loading:
         wanted = [name for name in names if self._source.lacks([name])]
         if problem is None and self._recalls:
             asked = [*wanted, *more]
-            self._source.hold(sources.recall(self._parts, self._found, asked, self._timeout))
+            self._source.hold(sources.recall(self._call, self._found, asked, self._timeout))
         if any(self._agree(problem, self._source.lacks(wanted))) and self._source.path is None:
-            opened = restoring.opened(self._parts, self._found, self._timeout, WHAT)
+            opened = restoring.opened(self._call, self._found, self._timeout, WHAT)
             self._source.path = self._stack.enter_context(opened)
 
     def _refuse_damage(self, problem: BaseException | None, sent: Any = None) -> list[Any]:
@@ -228,10 +228,10 @@ class _Loading:
 
         Raises, on all ranks, DamageError if one has found damage; else what a rank ran into.
         """
-        told = str(problem) if isinstance(problem, DamageError) else ""
+        damage = str(problem) if isinstance(problem, DamageError) else ""
         everyone: list[tuple[str, bool, bool, Any]]
         in_memory, fails = isinstance(problem, MemoryDamage), problem is not None
-        everyone = self._agree(None, (told, in_memory, fails, sent))
+        everyone = self._agree(None, (damage, in_memory, fails, sent))
         found = sorted((in_memory, text) for text, in_memory, *_ in everyone if text)
         if found:  # of files first: there is nothing else that they could be read from
             in_memory, text = found[0]
@@ -247,24 +247,24 @@ class _Loading:
         unexpected = sorted(own.keys - taken) if strict else []
         if len({fit.taken for fit in fits}) > 1:
             keys = sorted(own.keys)  # a bit for each says which of them a rank leaves
-            lefts = self._parts.distributed.allgather(_bits(keys, unexpected), self._timeout)
+            lefts = self._call.distributed.allgather(_bits(keys, unexpected), self._timeout)
             left = functools.reduce(operator.and_, lefts)
             unexpected = [key for at, key in enumerate(keys) if left >> at & 1]
-        told = [
+        problems = [
             _listed("missing in the checkpoint", _by_rank([fit.missing for fit in fits])),
             _listed("in the checkpoint only", unexpected),
             _listed("not the same", _by_rank([fit.differs for fit in fits])),
         ]
-        if any(told):
+        if any(problems):
             raise CheckpointError(
                 f"{WHAT}: {self._found.place} and the state do not fit: "
-                f"{'; '.join(filter(None, told))}{_hint(unexpected)}. With strict=False what is "
-                "missing there stays as it is here, and what is only there is left out"
+                f"{'; '.join(filter(None, problems))}{_hint(unexpected)}. With strict=False what "
+                "is missing there stays as it is here, and what is only there is left out"
             )
 
     def _agree(self, problem: BaseException | None, payload: Any = None) -> list[Any]:
         what = f"{WHAT} {self._found.name}"
-        distributed = self._parts.distributed
+        distributed = self._call.distributed
         return agree(distributed, what, problem, payload, self._timeout, CheckpointError)
 
 
@@ -274,10 +274,10 @@ def _bits(keys: Sequence[str], some: Collection[str]) -> int:
     return int("".join("01"[key in held] for key in reversed(keys)) or "0", 2)
 
 
-def _fit(captured: Captured, own: Stored, taken: frozenset[str], strict: bool) -> _Fit:
-    missing = [key for key in captured.leaves if key not in own.keys]
+def _fit(flat: FlatState, own: Stored, taken: frozenset[str], strict: bool) -> _Fit:
+    missing = [key for key in flat.leaves if key not in own.keys]
     differs = []
-    for key, leaf in captured.leaves.items():
+    for key, leaf in flat.leaves.items():
         if key not in own.keys:
             continue
         if leaf.is_tensor != own.is_tensor(key):
@@ -290,7 +290,7 @@ def _fit(captured: Captured, own: Stored, taken: frozenset[str], strict: bool) -
             differs.append(f"{key} (size {there} there, {here} here)")
     keys = "\0".join(sorted(taken)).encode("utf-8", "surrogatepass")
     return _Fit(
-        (*missing, *captured.missing) if strict else (),
+        (*missing, *flat.missing) if strict else (),
         tuple(differs),
         hashlib.sha256(keys).digest(),
     )
@@ -312,8 +312,8 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return what the ranks report, once where all report the same, else with the ranks."""
     ranks: dict[str, list[int]] = {}
-    for rank, said in enumerate(lists):
-        for one in said:
+    for rank, reported in enumerate(lists):
+        for one in reported:
             ranks.setdefault(one, []).append(rank)
     everyone = len(lists)
     return [
@@ -323,7 +323,7 @@ def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _listed(title: str, keys: Sequence[str]) -> str:
-    return f"{title}: {listed(keys, _TOLD)}" if keys else ""
+    return f"{title}: {listed(keys, _MOST_NAMED)}" if keys else ""
 
 
 def _hint(unexpected: Sequence[str]) -> str:

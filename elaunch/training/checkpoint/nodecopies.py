@@ -36,7 +36,7 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import inside, regular_size
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.parts import CallContext
+from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.together import agree, attempt
 
 PIECE: Final = 16 << 20
@@ -45,69 +45,69 @@ _PAIR: Final = (layout.METADATA, layout.COMMIT)
 WHAT: Final = "looking for what the nodes have of a checkpoint"
 
 
-def newest_together(parts: CallContext, run_id: str | None, timeout: float | None) -> str:
+def newest_together(call: CallContext, run_id: str | None, timeout: float | None) -> str:
     """Return the name of the newest checkpoint that the nodes have together, "" if there is none.
 
     ALL ranks call it together; each node has all of it then. ``run_id`` None: of any run.
     """
-    found, problem = _on_chiefs(parts, lambda root: list_local(root, None, run_id)[0])
-    lists = agree(parts.distributed, WHAT, problem, found, timeout, CheckpointError)
+    found, problem = _on_chiefs(call, lambda root: list_local(root, None, run_id)[0])
+    lists = agree(call.distributed, WHAT, problem, found, timeout, CheckpointError)
     checkpoints: set[LocalCheckpoint] = {
         one for each in lists if each for one in each if one.format == own.FORMAT
     }
     for one in sorted(checkpoints, key=lambda one: one.age, reverse=True):
-        if not _bring(parts, one, timeout).missing:
+        if not _bring(call, one, timeout).missing:
             return one.path
     return ""
 
 
-def bring(parts: CallContext, found: Committed, timeout: float | None) -> None:
+def bring(call: CallContext, found: Committed, timeout: float | None) -> None:
     """Have all of a checkpoint on every node; ALL ranks call it together.
 
     Raises CheckpointError, on all ranks, that names a file that no node has whole.
     """
-    lacks, problem = _on_chiefs(parts, lambda root: _lacks(root / found.name))
-    if not any(agree(parts.distributed, WHAT, problem, lacks, timeout, CheckpointError)):
+    lacks, problem = _on_chiefs(call, lambda root: _lacks(root / found.name))
+    if not any(agree(call.distributed, WHAT, problem, lacks, timeout, CheckpointError)):
         return
-    listed, problem = _on_chiefs(parts, lambda root: list_local(root, None, None)[0])
-    lists = agree(parts.distributed, WHAT, problem, listed, timeout, CheckpointError)
+    listed, problem = _on_chiefs(call, lambda root: list_local(root, None, None)[0])
+    lists = agree(call.distributed, WHAT, problem, listed, timeout, CheckpointError)
     listed_there = [one for each in lists if each for one in each if one.path == found.name]
     if not listed_there:
         raise CheckpointError(f"{found.name} is on no node any more")
-    union = _bring(parts, listed_there[0], timeout)
+    union = _bring(call, listed_there[0], timeout)
     if union.missing:
         raise CheckpointError(
             f"{found.name} is incomplete on the nodes that are here: {', '.join(union.missing)}"
         )
 
 
-def _bring(parts: CallContext, checkpoint: LocalCheckpoint, timeout: float | None) -> UnitedFiles:
+def _bring(call: CallContext, checkpoint: LocalCheckpoint, timeout: float | None) -> UnitedFiles:
     """Return what the nodes have of a checkpoint; if that is all of it, each has it then."""
-    here, problem = _on_chiefs(parts, lambda root: find_whole(root, checkpoint, _ignore))
+    here, problem = _on_chiefs(call, lambda root: find_whole(root, checkpoint, _ignore))
     of_ranks: list[NodeFiles | None]
-    of_ranks = agree(parts.distributed, WHAT, problem, here, timeout, CheckpointError)
+    of_ranks = agree(call.distributed, WHAT, problem, here, timeout, CheckpointError)
     chiefs = [rank for rank, one in enumerate(of_ranks) if one is not None]
     union = unite([one for one in of_ranks if one is not None])
     if union.missing:
         return union
-    node = chiefs.index(parts.rank) if parts.rank in chiefs else -1
+    node = chiefs.index(call.rank) if call.rank in chiefs else -1
     written, problem = [], None
     for whole in union.files:
         if not any(map(whole.is_lacking, range(len(chiefs)))):
             continue
         problem = (
-            _send(parts, checkpoint, whole, (chiefs[whole.holders[0]], node), timeout) or problem
+            _send(call, checkpoint, whole, (chiefs[whole.holders[0]], node), timeout) or problem
         )
         written += [whole.entry.path] if whole.is_lacking(node) else []
     if written and node >= 0 and problem is None:
-        root = _root(parts) / checkpoint.path
+        root = _root(call) / checkpoint.path
         problem = attempt(lambda: _sync(root, written))[1]
-    agree(parts.distributed, WHAT, problem, None, timeout, CheckpointError)
+    agree(call.distributed, WHAT, problem, None, timeout, CheckpointError)
     return union
 
 
 def _send(
-    parts: CallContext,
+    call: CallContext,
     checkpoint: LocalCheckpoint,
     whole: WholeFile,
     who: tuple[int, int],
@@ -118,12 +118,12 @@ def _send(
     ``who``: the rank that has it; the number of this rank's node, -1 where another acts for that.
     """
     source, node = who
-    directory = _root(parts) / checkpoint.path
+    directory = _root(call) / checkpoint.path
     takes = node >= 0 and whole.is_lacking(node)
     with ExitStack() as stack:
         pieces: Iterator[bytes] = iter(())
         writer, problem = None, None
-        if parts.rank == source:
+        if call.rank == source:
             path = inside(directory, whole.entry.path, "a manifest")
             file, problem = attempt(lambda: stack.enter_context(path.open("rb")))
             pieces = _pieces(file) if file is not None else pieces
@@ -132,7 +132,7 @@ def _send(
         for _ in range(-(-whole.entry.size // PIECE)):
             piece, failed = attempt(lambda: next(pieces, b""))
             problem = problem or failed
-            data = parts.distributed.allgather(piece, timeout)[source]
+            data = call.distributed.allgather(piece, timeout)[source]
             if writer is not None and problem is None:
                 problem = _written(writer, data)
         if writer is not None and problem is None:
@@ -206,12 +206,12 @@ def _lacks(checkpoint: Path) -> bool:
         return True
 
 
-def _on_chiefs(parts: CallContext, work: Any) -> tuple[Any, Exception | None]:
-    return attempt(lambda: work(_root(parts))) if parts.is_node_chief else (None, None)
+def _on_chiefs(call: CallContext, work: Any) -> tuple[Any, Exception | None]:
+    return attempt(lambda: work(_root(call))) if call.is_node_chief else (None, None)
 
 
-def _root(parts: CallContext) -> Path:
-    return Path(parts.storage.place)
+def _root(call: CallContext) -> Path:
+    return Path(call.storage.place)
 
 
 def _ignore(count: int) -> None:

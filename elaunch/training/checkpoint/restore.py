@@ -32,12 +32,12 @@ from elaunch.errors import (
     SaveError,
 )
 from elaunch.training.checkpoint import where
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.handle import LONGER_S
-from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.opening import OpenedContext
+    from elaunch.training.checkpoint.session import CheckpointSession
 
 LOOKING: Final = "looking for the latest checkpoint"
 LOOK_S: Final = 0.1
@@ -117,7 +117,7 @@ class Wanted:
 
 
 def wanted(
-    opening: OpenedContext,
+    session: CheckpointSession,
     which: Which | None,
     source: str | os.PathLike[str] | None,
     *,
@@ -125,14 +125,14 @@ def wanted(
     what: str,
 ) -> tuple[CallContext, Wanted]:
     """Return what a call reads, and the context to read it with. ALL ranks call it together."""
-    parts = opening.together(timeout)
+    call = session.together(timeout)
     if which is None:
-        opening.ask_for_latest()
-        source = opening.info.init_from if source is None else source
-    return parts, Wanted(which, source, timeout, what)
+        session.ask_for_latest()
+        source = session.info.init_from if source is None else source
+    return call, Wanted(which, source, timeout, what)
 
 
-def choose(parts: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
+def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the checkpoint to read, and the context to read it with; None if there is none.
 
     ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
@@ -142,18 +142,18 @@ def choose(parts: CallContext, wanted: Wanted) -> tuple[CallContext, Committed |
     if wanted.which is not None and wanted.source is not None:
         raise ContextError(f"{wanted.what}: uuid and source were given: the one says which, always")
     if wanted.which is not None:
-        return _chosen(parts, named(parts.storage, wanted.which), wanted)
-    found = _latest_of_all(parts, wanted)
+        return _chosen(call, named(call.storage, wanted.which), wanted)
+    found = _latest_of_all(call, wanted)
     if found is not None or wanted.source is None:
-        return parts, found
-    there, found = _chosen(parts, str(_place(wanted.source)), wanted)
-    if found is not None and parts.rank == 0:
+        return call, found
+    there, found = _chosen(call, str(_place(wanted.source)), wanted)
+    if found is not None and call.rank == 0:
         log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
     return there, None if found is None else replace(found, step=0)
 
 
 def read(
-    parts: CallContext, wanted: Wanted, strict: bool, use: Callable[[CallContext, Committed], None]
+    call: CallContext, wanted: Wanted, strict: bool, use: Callable[[CallContext, Committed], None]
 ) -> Committed | None:
     """Choose a checkpoint, and have ``use`` read it; return it, None if there is none.
 
@@ -162,31 +162,31 @@ def read(
     ``use`` raises.
     """
     while True:
-        there, found = choose(parts, wanted)
+        there, found = choose(call, wanted)
         if found is None:
             return None
         try:
             use(there, found)
         except DamageError as damage:
-            told = CheckpointError(f"{wanted.what} {found.name}: {found.place}: {damage}")
-            if wanted.which is not None or there is not parts:
-                raise told from damage
-            _put_aside(parts, found, told, wanted)
+            error = CheckpointError(f"{wanted.what} {found.name}: {found.place}: {damage}")
+            if wanted.which is not None or there is not call:
+                raise error from damage
+            _put_aside(call, found, error, wanted)
             if not strict:
-                raise told from damage
+                raise error from damage
         else:
             return found
 
 
 def _put_aside(
-    parts: CallContext, found: Committed, damage: CheckpointError, wanted: Wanted
+    call: CallContext, found: Committed, damage: CheckpointError, wanted: Wanted
 ) -> None:
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
-    parts.known.whole.discard(found.uuid)
-    with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError):
-        if parts.acts and parts.known.taken is None:
+    call.known.whole.discard(found.uuid)
+    with together(call.distributed, wanted.what, wanted.timeout, CheckpointError):
+        if call.acts and call.known.read_only is None:
             log.warning("an older checkpoint is looked for: %s", damage)
-            where.put_aside(parts.storage, found, str(damage))
+            where.put_aside(call.storage, found, str(damage))
 
 
 def _place(source: str | os.PathLike[str]) -> Location:
@@ -196,41 +196,41 @@ def _place(source: str | os.PathLike[str]) -> Location:
         raise ContextError(f"source={source!r}: {error}") from None
 
 
-def _chosen(parts: CallContext, name: str, wanted: Wanted) -> tuple[CallContext, Committed | None]:
+def _chosen(call: CallContext, name: str, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
-    with together(parts.distributed, wanted.what, wanted.timeout, CheckpointError) as step:
-        step.sent = (name, _named(parts, name) if parts.rank == 0 else None)
+    with together(call.distributed, wanted.what, wanted.timeout, CheckpointError) as step:
+        step.sent = (name, _named(call, name) if call.rank == 0 else None)
     _check_asked(wanted.what, [asked for asked, _ in step.received])
     above, chosen = step.received[0][1]
     if above is not None or is_foreign(chosen):
-        return _at_another_place(parts, above), chosen
-    chosen = here(parts, chosen)
-    if parts.local:
+        return _elsewhere(call, above), chosen
+    chosen = here(call, chosen)
+    if call.local:
         from elaunch.training.checkpoint import nodecopies  # a third of what all of this imports
 
-        nodecopies.bring(parts, chosen, wanted.timeout)
-    return parts, chosen
+        nodecopies.bring(call, chosen, wanted.timeout)
+    return call, chosen
 
 
-def _latest_of_all(parts: CallContext, wanted: Wanted) -> Committed | None:
+def _latest_of_all(call: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
     timeout = wanted.timeout
-    with together(parts.distributed, wanted.what, timeout, CheckpointError) as step:
-        step.sent = (None, _latest(parts) if parts.rank == 0 else None)
+    with together(call.distributed, wanted.what, timeout, CheckpointError) as step:
+        step.sent = (None, _latest(call) if call.rank == 0 else None)
     _check_asked(wanted.what, [asked for asked, _ in step.received])
     chosen: Committed | None
     chosen, reason = step.received[0][1]
-    chosen = None if chosen is None else here(parts, chosen)
-    if parts.local and chosen is not None and not is_foreign(chosen):
+    chosen = None if chosen is None else here(call, chosen)
+    if call.local and chosen is not None and not is_foreign(chosen):
         from elaunch.training.checkpoint import nodecopies
 
         try:
-            nodecopies.bring(parts, chosen, timeout)
+            nodecopies.bring(call, chosen, timeout)
         except CheckpointError as error:
             reason = str(error)
     if reason:
-        chosen = _in_its_place(parts, reason, timeout)
-    parts.known.choose(chosen)
+        chosen = _substitute(call, reason, timeout)
+    call.known.choose(chosen)
     return chosen
 
 
@@ -238,34 +238,34 @@ def _check_asked(what: str, asked: Sequence[str | None]) -> None:
     ranks = {wanted: rank for rank, wanted in reversed(list(enumerate(asked)))}
     if len(ranks) > 1:
         first = sorted((rank, wanted) for wanted, rank in ranks.items())
-        told = ", ".join(f"rank {rank} for {wanted!r}" for rank, wanted in first)
-        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {told}")
+        asked_for = ", ".join(f"rank {rank} for {wanted!r}" for rank, wanted in first)
+        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {asked_for}")
 
 
-def _at_another_place(parts: CallContext, above: Location | None) -> CallContext:
+def _elsewhere(call: CallContext, above: Location | None) -> CallContext:
     """Return the context to read what is not this run's with; nothing is written there."""
-    known = KnownCheckpoints(taken=SaveError("another run's checkpoints are only read"))
-    storage = parts.storage if above is None else open_storage(above)
-    return replace(parts, storage=storage, local=False, known=known)
+    known = KnownCheckpoints(read_only=SaveError("another run's checkpoints are only read"))
+    storage = call.storage if above is None else open_storage(above)
+    return replace(call, storage=storage, local=False, known=known)
 
 
-def look(parts: CallContext, timeout: float | None) -> Committed | None:
+def look(call: CallContext, timeout: float | None) -> Committed | None:
     """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
     name = ""
-    if parts.local:
+    if call.local:
         from elaunch.training.checkpoint import nodecopies
 
-        name = nodecopies.newest_together(parts, parts.reads, timeout)
-    with together(parts.distributed, LOOKING, timeout, CheckpointError) as step:
-        if parts.rank == 0 and (name or not parts.local):
-            step.sent = _newest(parts, name)
+        name = nodecopies.newest_together(call, call.reads, timeout)
+    with together(call.distributed, LOOKING, timeout, CheckpointError) as step:
+        if call.rank == 0 and (name or not call.local):
+            step.sent = _newest(call, name)
     chosen: Committed | None = step.received[0]
-    return None if chosen is None else here(parts, chosen)
+    return None if chosen is None else here(call, chosen)
 
 
-def here(parts: CallContext, found: Committed) -> Committed:
+def here(call: CallContext, found: Committed) -> Committed:
     """Return a checkpoint that another rank found as this node calls it."""
-    place = parts.storage.place
+    place = call.storage.place
     if isinstance(place, str) or is_foreign(found):
         return found
     return replace(found, place=place / found.name)
@@ -283,25 +283,25 @@ def not_there(what: str) -> CheckpointError:
     )
 
 
-def _was_pending(parts: CallContext, found: Committed) -> bool:
+def _was_pending(call: CallContext, found: Committed) -> bool:
     """Whether the agents had it in memory when the round began."""
-    pending = parts.known.pending
+    pending = call.known.pending
     return pending is not None and pending.uuid == found.uuid
 
 
-def _is_pending(parts: CallContext, found: Committed) -> bool:
+def _is_pending(call: CallContext, found: Committed) -> bool:
     """Whether they still write it."""
-    return _was_pending(parts, found) and not parts.storage.holds(found.name, found.uuid)
+    return _was_pending(call, found) and not call.storage.holds(found.name, found.uuid)
 
 
-def _await_written(parts: CallContext, found: Committed, timeout: float | None) -> None:
+def _await_written(call: CallContext, found: Committed, timeout: float | None) -> None:
     """Return when a checkpoint that was in memory is on the disk, as this node sees it."""
-    seconds = parts.seconds(timeout)
+    seconds = call.seconds(timeout)
     until, never = time.monotonic() + seconds, threading.Event()
-    with parts.awaiting(seconds):
-        if parts.saver is not None:
-            parts.saver.wait(seconds)
-        while _is_pending(parts, found):
+    with call.awaiting(seconds):
+        if call.saver is not None:
+            call.saver.wait(seconds)
+        while _is_pending(call, found):
             if time.monotonic() >= until:
                 raise CheckpointError(
                     f"{found.name} is in the agents' memory, and not written after {seconds:g} s"
@@ -310,87 +310,85 @@ def _await_written(parts: CallContext, found: Committed, timeout: float | None) 
 
 
 @contextlib.contextmanager
-def opened(
-    parts: CallContext, found: Committed, timeout: float | None, what: str
-) -> Iterator[Path]:
+def opened(call: CallContext, found: Committed, timeout: float | None, what: str) -> Iterator[Path]:
     """Give every rank a local path to read the checkpoint from. ALL ranks enter it together.
 
     Raises CheckpointError, on all ranks, if one of them cannot reach it.
     """
     with contextlib.ExitStack() as stack:
-        at_url = isinstance(parts.storage.place, str) and not is_foreign(found)
-        fetches = not at_url or parts.is_node_chief
+        at_url = isinstance(call.storage.place, str) and not is_foreign(found)
+        fetches = not at_url or call.is_node_chief
         path: Path | None = None
-        waits = _was_pending(parts, found)
-        limit = parts.seconds(timeout) + LONGER_S if waits else timeout
-        with together(parts.distributed, what, limit, CheckpointError):
+        waits = _was_pending(call, found)
+        limit = call.seconds(timeout) + LONGER_S if waits else timeout
+        with together(call.distributed, what, limit, CheckpointError):
             if waits and fetches:
-                _await_written(parts, found, timeout)
+                _await_written(call, found, timeout)
             if fetches:
-                path = stack.enter_context(_at(parts, found))
+                path = stack.enter_context(_at(call, found))
         if at_url:
-            path = parts.distributed.broadcast_local(path, timeout)
-            stack.push(_leave_together(parts, timeout))
+            path = call.distributed.broadcast_local(path, timeout)
+            stack.push(_leave_together(call, timeout))
         assert path is not None  # fetched, or sent by the node's first rank
         yield Path(path)
 
 
-def _named(parts: CallContext, name: str) -> tuple[Location | None, Committed]:
+def _named(call: CallContext, name: str) -> tuple[Location | None, Committed]:
     """Return a checkpoint, verified, and where it is if that is not this run's place."""
     if os.sep in name:
         return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
-    pending = parts.known.pending
+    pending = call.known.pending
     if pending is not None and name in (pending.name, pending.uuid):
         return None, pending
-    found = parts.storage.find(name)
-    if not parts.local and found.uuid not in parts.known.whole:
+    found = call.storage.find(name)
+    if not call.local and found.uuid not in call.known.whole:
         with _kept(found):
-            parts.storage.verify(found)
-        parts.known.whole.add(found.uuid)
+            call.storage.verify(found)
+        call.known.whole.add(found.uuid)
     return None, found
 
 
-def _latest(parts: CallContext) -> tuple[Committed | None, str]:
+def _latest(call: CallContext) -> tuple[Committed | None, str]:
     """Return the latest, or why it cannot be read any more."""
-    known = parts.known
+    known = call.known
     found = newer(known.latest(), known.own)
     if found is None:
         return None, str(known.problem or "")
-    if is_foreign(found) or _is_pending(parts, found):
+    if is_foreign(found) or _is_pending(call, found):
         return found, ""
-    if not parts.storage.holds(found.name, found.uuid):
+    if not call.storage.holds(found.name, found.uuid):
         return None, f"{found.name} is gone"
-    if parts.local:
+    if call.local:
         return found, ""
-    reason = where.check(parts.storage, found, known)
+    reason = where.check(call.storage, found, known)
     return (None, reason) if reason else (found, "")
 
 
-def _in_its_place(parts: CallContext, reason: str, timeout: float | None) -> Committed | None:
+def _substitute(call: CallContext, reason: str, timeout: float | None) -> Committed | None:
     """Return what is read in place of the latest. ALL ranks call it together."""
-    found = look(parts, timeout)
-    if parts.rank == 0:
+    found = look(call, timeout)
+    if call.rank == 0:
         name = "there is no other" if found is None else f"{found.name} is taken"
         log.warning("the latest checkpoint cannot be read, %s: %s", name, reason)
     return found
 
 
-def _newest(parts: CallContext, name: str) -> Committed | None:
+def _newest(call: CallContext, name: str) -> Committed | None:
     """Return the checkpoint called ``name``; without one the newest that is whole."""
     if name:
-        return parts.storage.find(name)
-    return where.newest(parts.storage, parts.reads, parts.known)
+        return call.storage.find(name)
+    return where.newest(call.storage, call.reads, call.known)
 
 
 @contextlib.contextmanager
-def _at(parts: CallContext, found: Committed) -> Iterator[Path]:
+def _at(call: CallContext, found: Committed) -> Iterator[Path]:
     if is_foreign(found):
         path = Path(found.place)
         if not path.exists():
             raise CheckpointError(f"{path} is gone: it was removed meanwhile")
         yield path
         return
-    with _kept(found), parts.storage.fetch(found) as path:
+    with _kept(found), call.storage.fetch(found) as path:
         yield path
 
 
@@ -405,13 +403,13 @@ def _kept(found: Committed) -> Iterator[None]:
         yield
 
 
-def _leave_together(parts: CallContext, timeout: float | None) -> Any:
+def _leave_together(call: CallContext, timeout: float | None) -> Any:
     """Return what keeps the node's copy until all its ranks have left the block."""
 
     def leave(kind: Any, error: BaseException | None, traceback: Any) -> bool:
         del kind, traceback
         try:
-            parts.distributed.barrier_local(timeout)
+            call.distributed.barrier_local(timeout)
         except CollectiveError:
             if error is None:
                 raise

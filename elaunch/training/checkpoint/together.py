@@ -1,9 +1,9 @@
 """An error of one rank is an error of all: every step of a save or a load ends with one allgather.
 
-Each rank does its part of a step in a block of ``with together(…) as step``, and sends at the end
-how it went and what the others need of it (``step.sent``). If any rank has a problem, all of them
-raise, with the same text, and the ranks are still in step: the next call works. A rank that comes
-not at all is reported by the allgather itself (CollectiveTimeout, PeerLost); then the ranks are
+Each rank does its share of a step in a block of ``with together(…) as step``. At the end it sends
+whether it has a problem, and what the others need of it (``step.sent``). If any rank has a problem,
+all of them raise, with the same text, and the ranks are still in step: the next call works. The
+allgather itself reports a rank that does not come (CollectiveTimeout, PeerLost); then the ranks are
 connected no more.
 """
 
@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 NAMED: Final = 8
-"""Ranks whose problems an error names one by one."""
+"""Different problems that an error lists."""
 
 
 @dataclass(frozen=True)
-class Word:
+class StepOutcome:
     """What one rank sends at the end of a step."""
 
     what: str
@@ -109,12 +109,12 @@ def os_error_behind(error: BaseException, path: Path) -> OSError | None:
 
 
 def _of_the_step(raised: BaseException) -> BaseException:
-    """Return the problem to be sent; raise what is none, as KeyboardInterrupt is."""
+    """Return the problem to be sent; raise what ends the process, as KeyboardInterrupt does."""
     if isinstance(raised, Exception):
         return raised
     torchs = sys.modules.get("torch.distributed.checkpoint.api")
     if torchs is not None and isinstance(raised, torchs.CheckpointException):
-        # No Exception, though it tells of nothing else; only its first failure says what it was.
+        # A BaseException of torch's about a failed checkpoint: its first failure has the cause.
         first: BaseException = next(iter(raised.failures.values()), (raised,))[0]
         return first
     raise raised
@@ -147,26 +147,28 @@ def agree(
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
     lost = isinstance(problem, SaveError) and problem.lost
-    own = Word(what, in_words(problem), _full(problem), lost, socket.gethostname(), payload)
+    own = StepOutcome(
+        what, problem_text(problem), _full(problem), lost, socket.gethostname(), payload
+    )
     try:
-        words = distributed.allgather(own, timeout)
+        outcomes = distributed.allgather(own, timeout)
     except CollectiveError as lost:
         raise type(lost)(f"{what}: {lost}", lost.missing) from None
-    _check_calls(words)
-    if failed := [rank for rank, word in enumerate(words) if word.problem]:
-        text = f"{what}: {_told(words, failed)}"
-        told = error(text)
-        if isinstance(told, SaveError):
-            told.no_room = any(words[rank].full for rank in failed)
-            told.lost = any(words[rank].lost for rank in failed)
-        raise told from problem
-    return [word.payload for word in words]
+    _check_calls(outcomes)
+    if failed := [rank for rank, outcome in enumerate(outcomes) if outcome.problem]:
+        text = f"{what}: {_problems(outcomes, failed)}"
+        raised = error(text)
+        if isinstance(raised, SaveError):
+            raised.no_room = any(outcomes[rank].full for rank in failed)
+            raised.lost = any(outcomes[rank].lost for rank in failed)
+        raise raised from problem
+    return [outcome.payload for outcome in outcomes]
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """Return (what ``work`` returned, None), or (None, what it raised), to be given to agree().
 
-    Only what this rank itself ran into: what says that the ranks are connected no more is raised.
+    A CollectiveError is raised: the ranks are connected no more.
     """
     try:
         return work(), None
@@ -176,8 +178,8 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def in_words(problem: BaseException | None) -> str:
-    """Return an exception as an error of all ranks words it; empty for None."""
+def problem_text(problem: BaseException | None) -> str:
+    """Return an exception as an error of all ranks outcomes it; empty for None."""
     if problem is None:
         return ""
     if isinstance(problem, ElaunchError):
@@ -189,21 +191,23 @@ def _full(problem: BaseException | None) -> bool:
     return isinstance(problem, OSError) and problem.errno in FULL
 
 
-def _check_calls(words: Sequence[Any]) -> None:
+def _check_calls(outcomes: Sequence[Any]) -> None:
     """Raise on all ranks unless all of them make the same call of the checkpoint API."""
-    foreign = [rank for rank, word in enumerate(words) if not isinstance(word, Word)]
+    foreign = [
+        rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, StepOutcome)
+    ]
     if foreign:
         raise CheckpointError(
             f"rank {foreign[0]} makes a call of ctx.distributed, others one of ctx.checkpoint: all "
             "ranks make the same calls in the same order"
         )
-    calls = {word.what: rank for rank, word in reversed(list(enumerate(words)))}
+    calls = {outcome.what: rank for rank, outcome in reversed(list(enumerate(outcomes)))}
     if len(calls) > 1:
-        told = "; ".join(
+        made = "; ".join(
             f"rank {rank}: {call}" for call, rank in sorted(calls.items(), key=_by_rank)
         )
         raise CheckpointError(
-            f"the ranks make different calls of ctx.checkpoint ({told}): all ranks make the same "
+            f"the ranks make different calls of ctx.checkpoint ({made}): all ranks make the same "
             "calls in the same order"
         )
 
@@ -212,15 +216,15 @@ def _by_rank(item: tuple[str, int]) -> int:
     return item[1]
 
 
-def _told(words: Sequence[Word], failed: Sequence[int]) -> str:
-    """Return who has which problem, ranks with the same one together."""
+def _problems(outcomes: Sequence[StepOutcome], failed: Sequence[int]) -> str:
+    """Return the text about which ranks have which problem."""
     same: dict[str, list[int]] = {}
     for rank in failed:
-        same.setdefault(words[rank].problem, []).append(rank)
-    told = [
-        f"{text.ranks(ranks)} on host {words[ranks[0]].host}: {problem}"
+        same.setdefault(outcomes[rank].problem, []).append(rank)
+    lines = [
+        f"{text.ranks(ranks)} on host {outcomes[ranks[0]].host}: {problem}"
         for problem, ranks in list(same.items())[:NAMED]
     ]
     if len(same) > NAMED:
-        told.append(f"and {len(same) - NAMED} more")
-    return "; ".join(told)
+        lines.append(f"and {len(same) - NAMED} more")
+    return "; ".join(lines)

@@ -43,7 +43,7 @@ from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.runs.statedir import make_private
-from elaunch.training.checkpoint.parts import KnownCheckpoints
+from elaunch.training.checkpoint.callcontext import KnownCheckpoints
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import Info
@@ -58,7 +58,7 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
-class Whose:
+class DirectoryOwner:
     """Which run writes here, and the round in the names of what it writes."""
 
     run_id: str
@@ -114,7 +114,7 @@ def is_local(info: Info, environ: Mapping[str, str]) -> bool:
         raise UsageError(f"{env.CHECKPOINT_LOCAL}={text!r} {error}; write 1 or 0") from None
 
 
-def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
+def take(storage: Storage, info: Info, run_id: str, given: bool) -> DirectoryOwner:
     """Make the directory ready and return whose it is; the rank that acts for it calls it.
 
     Args:
@@ -130,11 +130,11 @@ def take(storage: Storage, info: Info, run_id: str, given: bool) -> Whose:
         run_id = _owner(storage.place) or run_id
     storage.prepare(run_id, given)
     if has_agent:
-        return Whose(run_id, info.round)
+        return DirectoryOwner(run_id, info.round)
     _finish_stages(storage, run_id, given)
     storage.clear_trash()
     rounds = [found.round for found in storage.listed()]
-    return Whose(run_id, max(rounds, default=-1) + 1)
+    return DirectoryOwner(run_id, max(rounds, default=-1) + 1)
 
 
 def lock(storage: Storage) -> StorageLock:
@@ -196,7 +196,7 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
         with readers.reading(found.place):
             storage.verify(found, content=found.uuid not in known.whole)
     except CheckpointError as error:
-        if known.taken is None:
+        if known.read_only is None:
             put_aside(storage, found, str(error))
         return f"{found.name} is damaged: {error}"
     except FileNotFoundError:
@@ -238,7 +238,7 @@ def check_shared(
             probe.remove_mark(place, mark)
 
 
-def say(place: Location, given: bool) -> None:
+def print_default(place: Location, given: bool) -> None:
     """Print on stderr where checkpoints go if nobody has chosen it; rank 0 does, once."""
     if not given:
         print(

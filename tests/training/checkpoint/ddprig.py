@@ -9,7 +9,7 @@ from typing import Any
 
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.latest import decide
-from elaunch.training.checkpoint.opening import OpenedContext
+from elaunch.training.checkpoint.session import CheckpointSession
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.place.info import read
 from elaunch.training.train import TrainContext
@@ -45,9 +45,9 @@ class Ranks:
         distributed.open(page, PATIENCE)
         train = TrainContext(place, page, None)
         info = read({})
-        opening = OpenedContext(info, distributed, train, page, "job", True)
-        opening.decided = decide(distributed, info, "job", True)
-        made = CheckpointContext(opening)
+        session = CheckpointSession(info, distributed, train, page, "job", True)
+        session.decided = decide(distributed, info, "job", True)
+        made = CheckpointContext(session)
         try:
             yield made
         finally:

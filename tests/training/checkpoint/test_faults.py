@@ -81,7 +81,7 @@ store(10)
 if rank == 0:
     def over(round_number):
         raise SaveError(f"round {round_number} is over")
-    ck._opening.alone().saver.fence = over
+    ck._session.alone().saver.fence = over
 say(json.dumps([tried(lambda: store(20)), [each.step for each in ck.list()]]))
 """
     place = tmp_path / "checkpoints"

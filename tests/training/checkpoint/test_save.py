@@ -315,8 +315,8 @@ def foreign_work(ctx: Any, directory: str, flatten: bool) -> Any:
     third = network(2)
     new = torch.optim.Adam(third.parameters(), lr=0.7)
     ctx.checkpoint.latest()
-    ctx.checkpoint._opening.known.newest = None
-    ctx.checkpoint._opening.known.resumed = foreign
+    ctx.checkpoint._session.known.newest = None
+    ctx.checkpoint._session.known.resumed = foreign
     target = {"model": third, "optimizer": new, "step": 0}
     assert ctx.checkpoint.load(target).name == "step_5"
     assert bits(third.state_dict()) == bits(model.state_dict()) and target["step"] == 5

@@ -55,7 +55,7 @@ with elaunch.init(announce=False) as ctx:
     said = []
     for recalls in (True, False):
         if not recalls:
-            ctx.checkpoint._opening.together(None).saver.recall = lambda *args: {}
+            ctx.checkpoint._session.together(None).saver.recall = lambda *args: {}
         model, optimizer = made(1)
         state = {"model": model, "optimizer": optimizer, "rank": elaunch.PerRank(-1)}
         found = ctx.checkpoint.load(state)

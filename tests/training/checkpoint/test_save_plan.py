@@ -212,7 +212,7 @@ def test_tied_frozen_and_unused_parameters(tmp_path: Path) -> None:
 
 def busy(ctx: Any) -> Any:
     """Save while a save is in flight."""
-    saver = ctx.checkpoint._opening.together(None).saver
+    saver = ctx.checkpoint._session.together(None).saver
     begin = saver.begin
     ctx.checkpoint.save({"x": 1}, 1, block=False)
     saver.begin = lambda wait, timeout=None: begin(wait, timeout) and ctx.distributed.rank == 0
@@ -238,7 +238,7 @@ def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
 
 def full_disk(ctx: Any, block: bool) -> Any:
     """Save to a disk that is full for one rank's shard, then to one that is not."""
-    storage = ctx.checkpoint._opening.storage
+    storage = ctx.checkpoint._session.storage
     write = storage.write_shard
     storage.write_shard = lambda stage, part, images: full_for_rank_1(write, stage, part, images)
     told = []

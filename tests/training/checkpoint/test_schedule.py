@@ -12,7 +12,7 @@ import elaunch
 from elaunch.errors import ContextError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir
-from elaunch.training.checkpoint.parts import Saving
+from elaunch.training.checkpoint.callcontext import SaveRequest
 from elaunch.training.checkpoint.saver.schedule import (
     FIRST,
     Schedule,
@@ -62,7 +62,7 @@ def nothing() -> None:
 
 def due(planned: Schedule, every: Any, steps: range, keep: Any = None) -> list[int]:
     """Return which steps a script's calls find due."""
-    return [step for step in steps if planned.is_due(every, Saving(step, {}, keep), nothing)]
+    return [step for step in steps if planned.is_due(every, SaveRequest(step, {}, keep), nothing)]
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "often", "10"])
@@ -100,7 +100,7 @@ def follow(planned: Schedule, now: list[float], costs: list[float], *, skip: boo
     step, saved = 0, [0]
     while costs:
         now[0], step = now[0] + 0.1, step + 1
-        if planned.is_due("auto", Saving(step, {}, elaunch.Keep(last=1)), nothing):
+        if planned.is_due("auto", SaveRequest(step, {}, elaunch.Keep(last=1)), nothing):
             begun = now[0]
             now[0] += costs.pop(0)
             planned.note(Alone(), step, begun, skipped=skip and len(saved) > 1)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_storage_that_is_slower_than_the_interval(now: list[float]) -> None:
 def test_a_save_of_the_round_before_is_still_in_flight(now: list[float]) -> None:
     """It is looked for again soon, however long the machine has been up."""
     planned, step = Schedule(None), 0
-    while not planned.is_due("auto", Saving(step, {}, elaunch.Keep(last=1)), nothing):
+    while not planned.is_due("auto", SaveRequest(step, {}, elaunch.Keep(last=1)), nothing):
         now[0], step = now[0] + 0.1, step + 1
     planned.note(Alone(), step, now[0], skipped=True)  # type: ignore[arg-type]
     assert due(planned, "auto", range(step + 1, step + 10))[0] == step + FIRST // 2

@@ -76,20 +76,20 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
     assert public - {"directory"} == set(CALLS)
 
     def work(checkpoint: CheckpointContext, _: int) -> dict[str, set[str]]:
-        opening, seen = checkpoint._opening, []
-        page = PageReader(os.dup(opening.page.fd))
+        session, seen = checkpoint._session, []
+        page = PageReader(os.dup(session.page.fd))
 
         def see() -> None:
             seen.append(page.read().section)
 
-        spied(opening.distributed, "allgather", see)
+        spied(session.distributed, "allgather", see)
         for name in ("find", "listed", "quarantine", "remove"):
-            spied(opening.storage, name, see)
+            spied(session.storage, name, see)
         found = {}
         for name, call in CALLS.items():
             seen.clear()
             if name == "close":
-                opening._stack.callback(see)
+                session._stack.callback(see)
             call(checkpoint)
             found[name] = set(seen)
             assert page.read().section == ""
@@ -103,8 +103,8 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
 def waits(ctx: Any) -> list[tuple[str, float]]:
     """Return what the page says of each wait for a save in flight: its name, seconds left."""
     checkpoint, seen = ctx.checkpoint, list[tuple[str, float]]()
-    opening = checkpoint._opening
-    page, saver = PageReader(os.dup(opening.page.fd)), opening.together(None).saver
+    session = checkpoint._session
+    page, saver = PageReader(os.dup(session.page.fd)), session.together(None).saver
 
     def left(read: Reading) -> float:
         assert read.section == "checkpoint" and read.section_until is not None

@@ -114,7 +114,7 @@ def test_an_agents_stages_are_the_agents(tmp_path: Path) -> None:
     place |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ELAUNCH_ROUND": "3"}
     told = info(ELAUNCH_RUN_ID="digits", **place)
     assert (told.launcher, told.checkpoint_dir) == ("elaunch", None)
-    assert where.take(storage, told, "digits", given=False) == where.Whose("digits", 3)
+    assert where.take(storage, told, "digits", given=False) == where.DirectoryOwner("digits", 3)
     assert stages(tmp_path) == [stage.name]
 
 

@@ -161,10 +161,10 @@ def unpack_tensor(archive: Any) -> torch.Tensor:
     return tensor
 
 
-def slot_for(size: int, slot: int = 0) -> int:
-    """Return how much room an archive of ``size`` bytes gets: ``slot``, its last, if it fits."""
-    if size <= slot <= size + LONGEST_COMMENT:
-        return slot
+def length_for(size: int, last: int = 0) -> int:
+    """Return how long an archive of ``size`` bytes is made: as ``last`` time, if it fits."""
+    if size <= last <= size + LONGEST_COMMENT:
+        return last
     return aligned(size)
 
 

@@ -176,8 +176,8 @@ def from_torch_file(file: Path, directory: Path, trusted: bool = False) -> dict[
             if behind := os_error_behind(failure, directory):
                 raise behind from None
         raise CheckpointError(f"torch cannot store {file}: {_first(error.failures)}") from None
-    said = {NUMBER_KEYS: numbered, EMPTY_DICTS: empty}
-    return {name: paths for name, paths in said.items() if paths}
+    changed = {NUMBER_KEYS: numbered, EMPTY_DICTS: empty}
+    return {name: paths for name, paths in changed.items() if paths}
 
 
 def _numbered(value: object, path: list[str], file: Path) -> Iterator[list[str]]:
@@ -204,8 +204,8 @@ def _empty(value: object, path: list[str | int]) -> Iterator[list[str | int]]:
     if isinstance(value, Mapping) and not value:
         yield path
     for key, child in _children(value):
-        place = key if isinstance(value, list) and isinstance(key, int) else str(key)
-        yield from _empty(child, [*path, place])
+        name = key if isinstance(value, list) and isinstance(key, int) else str(key)
+        yield from _empty(child, [*path, name])
 
 
 def _children(value: object) -> Iterable[tuple[object, object]]:
@@ -292,9 +292,11 @@ def import_file(
         rounds = [found.round for found in storage.listed() if found.step == step]
         stage = Stage(step, max(rounds, default=-1) + 1, uuid.uuid4().hex)
         try:
-            said = from_torch_file(file, storage.open_stage(stage), trusted)
-            said |= {layout.STEPS_COMPLETED: step, "imported_from": file.name}
-            storage.write_manifest(stage, ShardHeader(0, 1, owner, said), storage.own_files(stage))
+            metadata = from_torch_file(file, storage.open_stage(stage), trusted)
+            metadata |= {layout.STEPS_COMPLETED: step, "imported_from": file.name}
+            storage.write_manifest(
+                stage, ShardHeader(0, 1, owner, metadata), storage.own_files(stage)
+            )
             return storage.commit(stage, _no_fence, {"started": began})
         except BaseException:
             storage.discard(stage)

@@ -5,10 +5,11 @@
     archive of a piece of a tensor      at a multiple of 64; prefix, elements, suffix
     …
     archive of a value                  the values come last: their lengths change, and move no
-    …                                   tensor; each has a slot, longer than it if it was so before
+    …                                   tensor; each may be longer than it has to, as it was before
 
-So where things are follows from the plan and from the lengths of the slots, and rank 0 can write
-it in ``.metadata`` for all ranks. ``.metadata`` is pickled again only when some slot has changed.
+So the place of each archive follows from the plan and from the lengths of the values' archives, and
+rank 0 can write it in ``.metadata`` for all ranks. ``.metadata`` is pickled again only when one of
+these lengths has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from elaunch.training.checkpoint.state import tensors
 
 VERSION: Final = "1.0.0"
 """Of torch.distributed.checkpoint's format."""
-Slots = Mapping[str, int]
+Lengths = Mapping[str, int]
 _PADDING: Final = bytes(archives.ALIGNMENT)
 
 
@@ -43,7 +44,7 @@ class Content:
     plan: WritePlan
     planner: DefaultSavePlanner
     packed: Mapping[str, bytes]
-    slots: Slots
+    lengths: Lengths
 
 
 def data_file(rank: int) -> str:
@@ -51,12 +52,12 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def size_of(portion: Portion, slots: Slots) -> int:
+def size_of(portion: Portion, lengths: Lengths) -> int:
     """Return how long the file of what a rank writes is, in bytes."""
-    return max((at + size for _, at, size in places(portion, slots)), default=0)
+    return max((at + size for _, at, size in extents(portion, lengths)), default=0)
 
 
-def places(portion: Portion, slots: Slots) -> Iterator[tuple[MetadataIndex, int, int]]:
+def extents(portion: Portion, lengths: Lengths) -> Iterator[tuple[MetadataIndex, int, int]]:
     """Yield for each archive in a rank's file what it is of, and its offset and length."""
     at = 0
     for index, (dtype, shape) in portion.tensors:
@@ -64,18 +65,20 @@ def places(portion: Portion, slots: Slots) -> Iterator[tuple[MetadataIndex, int,
         yield index, at, size
         at = archives.aligned(at + size)
     for key in portion.values:
-        yield MetadataIndex(key), at, slots[key]
-        at = archives.aligned(at + slots[key])
+        yield MetadataIndex(key), at, lengths[key]
+        at = archives.aligned(at + lengths[key])
 
 
-def metadata_file(metadata: Metadata, world: Sequence[Portion], slots: Sequence[Slots]) -> bytes:
+def metadata_file(
+    metadata: Metadata, world: Sequence[Portion], lengths: Sequence[Lengths]
+) -> bytes:
     """Return ``.metadata``: what is in each rank's file, and where. Rank 0 writes it."""
     storage = {
         index: SimpleNamespace(
             relative_path=data_file(rank), offset=at, length=size, transform_descriptors=None
         )
-        for rank, (portion, lengths) in enumerate(zip(world, slots, strict=True))
-        for index, at, size in places(portion, lengths)
+        for rank, (portion, own) in enumerate(zip(world, lengths, strict=True))
+        for index, at, size in extents(portion, own)
     }
     fields = {"storage_data": storage, "version": VERSION}
     known = {field.name for field in dataclasses.fields(metadata)}  # torch 2.6 has no version
@@ -120,7 +123,7 @@ def fill(content: Content, memory: memoryview) -> None:
 def _archives(content: Content) -> Iterator[tuple[int, bytes, torch.Tensor | None, bytes]]:
     """Yield each archive's offset, what comes before the elements, the tensor, what comes after."""
     portion = content.plan.portion
-    where = places(portion, content.slots)
+    where = extents(portion, content.lengths)
     pairs = zip(portion.tensors, content.plan.items, strict=True)
     for (_, (dtype, shape)), item in pairs:
         form = archives.template(dtype, shape)

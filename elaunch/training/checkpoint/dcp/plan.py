@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.state.digests import ComparedKeys
-from elaunch.training.checkpoint.state.flatten import Captured, KeyPath
+from elaunch.training.checkpoint.state.flatten import FlatState, KeyPath
 from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class _Proposal:
     paths: dict[str, KeyPath]
 
 
-def signature(captured: Captured) -> Signature:
+def signature(flat: FlatState) -> Signature:
     """Return what the plan depends on; equal for two saves that can share a plan."""
-    return tuple((key, leaf.share, _shape(leaf.value)) for key, leaf in captured.leaves.items())
+    return tuple((key, leaf.share, _shape(leaf.value)) for key, leaf in flat.leaves.items())
 
 
 def _shape(value: Any) -> Hashable:
@@ -108,24 +108,24 @@ def _shape(value: Any) -> Hashable:
     return (value.dtype, tuple(value.size()), tuple(boxes))
 
 
-def compared_keys(captured: Captured) -> tuple[str, ...]:
+def compared_keys(flat: FlatState) -> tuple[str, ...]:
     """Return the keys of what has to be equal on all ranks that have it."""
-    return tuple(key for key, leaf in captured.leaves.items() if leaf.is_compared)
+    return tuple(key for key, leaf in flat.leaves.items() if leaf.is_compared)
 
 
-def planner_of(captured: Captured) -> DefaultSavePlanner:
+def planner_of(flat: FlatState) -> DefaultSavePlanner:
     """Return a planner that knows the state, for ``resolve_data``."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     # Values are no business of the planner, which would take some of them for containers.
-    leaves = captured.leaves.items()
-    flat = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
-    planner.set_up_planner(flat, is_coordinator=False)
+    leaves = flat.leaves.items()
+    plain = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
+    planner.set_up_planner(plain, is_coordinator=False)
     return planner
 
 
 def make(
     distributed: DistributedContext,
-    captured: Captured,
+    flat: FlatState,
     planner: DefaultSavePlanner,
     number: int,
     timeout: float | None,
@@ -133,7 +133,7 @@ def make(
     """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
     what, answer = "planning a save", None
     with together(distributed, what, timeout):
-        proposal = _propose(captured, planner)
+        proposal = _propose(flat, planner)
     proposals = distributed.gather(proposal, timeout)
     with together(distributed, what, timeout) as step:
         if proposals is not None:
@@ -158,12 +158,12 @@ class _Answer:
     metadata: Metadata
 
 
-def _propose(captured: Captured, planner: DefaultSavePlanner) -> _Proposal:
-    leaves = captured.leaves
+def _propose(flat: FlatState, planner: DefaultSavePlanner) -> _Proposal:
+    leaves = flat.leaves
     return _Proposal(
         planner.create_local_plan(),
         frozenset(key for key, leaf in leaves.items() if leaf.is_left_to_the_lowest),
-        compared_keys(captured),
+        compared_keys(flat),
         {key: leaf.path for key, leaf in leaves.items()},
     )
 
@@ -197,16 +197,16 @@ def _check_kinds(plans: Sequence[SavePlan]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            told = _told(item)
-            other, before = first.setdefault(item.index.fqn, (rank, told))
-            if before != told:
+            kind = _kind_of(item)
+            other, before = first.setdefault(item.index.fqn, (rank, kind))
+            if before != kind:
                 raise CheckpointError(
-                    f"{item.index.fqn} is {before} on rank {other} and {told} on rank {rank}: put "
+                    f"{item.index.fqn} is {before} on rank {other} and {kind} on rank {rank}: put "
                     "elaunch.PerRank(…) around what each rank has of its own"
                 )
 
 
-def _told(item: WriteItem) -> str:
+def _kind_of(item: WriteItem) -> str:
     data = item.tensor_data
     if data is None:
         return "a value"

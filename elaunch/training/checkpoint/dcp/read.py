@@ -32,8 +32,8 @@ from elaunch.training.unpickling import Names, PickleRefused
 
 
 @dataclass(frozen=True)
-class ArchiveLocation:
-    """Where an archive is."""
+class ArchiveExtent:
+    """Where an archive lies: in which file, from which byte, how many."""
 
     file: str
     at: int
@@ -58,11 +58,11 @@ def plan(metadata: Metadata, wanted: Mapping[str, torch.Tensor], values: Sequenc
     local = planner.create_local_plan()
     items = planner.finish_plan(planner.create_global_plan([local])[0]).items
     wants = [item.storage_index for item in items] + [MetadataIndex(key) for key in values]
-    files = frozenset(place_of(metadata, index).file for index in wants)
+    files = frozenset(extent_of(metadata, index).file for index in wants)
     return Reads(metadata, planner, items, values, files)
 
 
-def place_of(metadata: Metadata, index: MetadataIndex) -> ArchiveLocation:
+def extent_of(metadata: Metadata, index: MetadataIndex) -> ArchiveExtent:
     """Return where a piece is; CheckpointError if ``.metadata`` does not say, or in a way that is
     not known here."""
     found = metadata.storage_data.get(index)
@@ -73,7 +73,7 @@ def place_of(metadata: Metadata, index: MetadataIndex) -> ArchiveLocation:
             f"{index.fqn} is stored through {found.transform_descriptors}, which only "
             "torch.distributed.checkpoint.load with that extension reads"
         )
-    return ArchiveLocation(found.relative_path, found.offset, found.length)
+    return ArchiveExtent(found.relative_path, found.offset, found.length)
 
 
 def read_value(source: Source, metadata: Metadata, key: str, also: Names) -> Any:
@@ -81,18 +81,18 @@ def read_value(source: Source, metadata: Metadata, key: str, also: Names) -> Any
 
     Raises CheckpointError that names key and file if it names others, or is damaged.
     """
-    place = place_of(metadata, MetadataIndex(key))
-    archive = source.read(place.file, place.at, place.size)
+    extent = extent_of(metadata, MetadataIndex(key))
+    archive = source.read(extent.file, extent.at, extent.size)
     value, problem = guarded(lambda: archives.unpack(archive, also), "torch.load")
     if (refused := _refused(problem)) is not None:
         raise CheckpointError(
-            f"{source.place}: {place.file} holds {key} as objects that are not loaded without "
+            f"{source.place}: {extent.file} holds {key} as objects that are not loaded without "
             f"being trusted: {refused}. If you trust who wrote it, name it to "
             "torch.serialization.add_safe_globals, or have a value of that class at "
             f"{key} in the state that is loaded into"
         )
     if problem is not None:
-        raise _damaged(source, place, key, problem)
+        raise _damaged(source, extent, key, problem)
     return value
 
 
@@ -112,30 +112,30 @@ def read_tensors(source: Source, reads: Reads) -> None:
 
 
 def _order(metadata: Metadata, item: ReadItem) -> tuple[str, int]:
-    place = place_of(metadata, item.storage_index)
-    return (place.file, place.at)
+    extent = extent_of(metadata, item.storage_index)
+    return (extent.file, extent.at)
 
 
 def _read(source: Source, metadata: Metadata, item: ReadItem, target: torch.Tensor) -> None:
     key = item.storage_index.fqn
     described = metadata.state_dict_metadata[key]
     assert isinstance(described, TensorStorageMetadata)
-    place = place_of(metadata, item.storage_index)
+    extent = extent_of(metadata, item.storage_index)
     shape = tuple(_chunk(described, item.storage_index).sizes)
     form = archives.template(described.properties.dtype, shape)
-    known = form.size == place.size and form.prefix == bytes(
-        source.read(place.file, place.at, len(form.prefix))
+    known = form.size == extent.size and form.prefix == bytes(
+        source.read(extent.file, extent.at, len(form.prefix))
     )
     if known:
-        elements = ArchiveLocation(place.file, place.at + len(form.prefix), form.hole)
+        elements = ArchiveExtent(extent.file, extent.at + len(form.prefix), form.hole)
         _read_box(source, elements, (described.properties.dtype, shape), item, target)
         return
-    archive = source.read(place.file, place.at, place.size)
+    archive = source.read(extent.file, extent.at, extent.size)
     tensor, problem = guarded(lambda: archives.unpack_tensor(archive), "torch.load")
     if problem is None and tensor is not None and tuple(tensor.shape) != shape:
         problem = CheckpointError(f"it has size {tuple(tensor.shape)}, .metadata says {shape}")
     if problem is not None or tensor is None:
-        raise _damaged(source, place, key, problem)
+        raise _damaged(source, extent, key, problem)
     target.copy_(tensors.narrowed(tensor, item.storage_offsets, item.lengths))
 
 
@@ -151,7 +151,7 @@ def _chunk(described: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 def _read_box(
     source: Source,
-    elements: ArchiveLocation,
+    elements: ArchiveExtent,
     saved: tuple[torch.dtype, tuple[int, ...]],
     item: ReadItem,
     target: torch.Tensor,
@@ -175,8 +175,8 @@ def _read_box(
     target.copy_(tensors.narrowed(rows, box, item.lengths))
 
 
-def _damaged(source: Source, place: ArchiveLocation, key: str, problem: object) -> CheckpointError:
+def _damaged(source: Source, extent: ArchiveExtent, key: str, problem: object) -> CheckpointError:
     return CheckpointError(
-        f"{source.place}: {place.file} is damaged: {key}, {place.size} bytes at {place.at}, cannot "
-        f"be read: {problem}"
+        f"{source.place}: {extent.file} is damaged: {key}, {extent.size} bytes at {extent.at}, "
+        f"cannot be read: {problem}"
     )

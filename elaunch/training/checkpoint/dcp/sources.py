@@ -26,8 +26,8 @@ from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.checkpoint.writing import manifests
 from elaunch.errors import CheckpointError, DamageError, SaveError
+from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.dcp import metadata
-from elaunch.training.checkpoint.parts import CallContext
 from elaunch.training.checkpoint.restore import is_foreign
 from elaunch.training.checkpoint.saver import pages
 
@@ -315,20 +315,20 @@ def writer_of(name: str) -> int | None:
 
 
 def recall(
-    parts: CallContext, found: Committed, names: Iterable[str], timeout: float | None
+    call: CallContext, found: Committed, names: Iterable[str], timeout: float | None
 ) -> dict[str, memoryview]:
     """Return those of the files that are in memory; any rank, alone."""
     ranks = {writer_of(name) for name in names} - {None}
-    if is_foreign(found) or not ranks or parts.saver is None:
+    if is_foreign(found) or not ranks or call.saver is None:
         return {}
     wanted = [rank for rank in ranks if rank is not None]
-    seconds = parts.seconds(timeout)
+    seconds = call.seconds(timeout)
     try:
-        held = parts.saver.recall(found.step, found.round, wanted, found.uuid, seconds)
+        held = call.saver.recall(found.step, found.round, wanted, found.uuid, seconds)
     except SaveError as error:
-        if found.uuid not in parts.known.unrecalled:
+        if found.uuid not in call.known.unrecalled:
             log.warning("%s is read from the files, not from memory: %s", found.name, error)
-            parts.known.unrecalled.add(found.uuid)
+            call.known.unrecalled.add(found.uuid)
         return {}
     return {name: view for files in held.values() for name, view in files.items()}
 

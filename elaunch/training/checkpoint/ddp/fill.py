@@ -47,12 +47,12 @@ def fitting(
         raise CheckpointError(f"the file holds a {type(content).__name__}, no dict")
     walk = _Filling(rank, ranks)
     walk.members(state, content, "")
-    told = [("missing", walk.missing), ("unexpected", walk.unexpected)] if strict else []
-    words = [f"{word}: {listed(keys, SHOWN)}" for word, keys in told if keys]
+    lacking = [("missing", walk.missing), ("unexpected", walk.unexpected)] if strict else []
+    problems = [f"{word}: {listed(keys, SHOWN)}" for word, keys in lacking if keys]
     if walk.wrong:
-        words.append(listed(walk.wrong, SHOWN, "; "))
-    if words:
-        raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(words)}")
+        problems.append(listed(walk.wrong, SHOWN, "; "))
+    if problems:
+        raise CheckpointError(f"the state does not fit the checkpoint: {'; '.join(problems)}")
 
     def fill() -> None:
         for step in walk.steps:
@@ -91,8 +91,8 @@ class _Filling:
         self.missing += [f"{above}{key}" for key in own if key not in saved]
         self.unexpected += [f"{above}{key}" for key in saved if key not in own]
 
-    def _value(self, place: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
-        """Walk through a value, which stands at ``place``, a container and a key."""
+    def _value(self, at: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
+        """Walk through a value, which ``at``, a container and a key, holds."""
         if isinstance(value, PerRank):
             self._own(value, new, name)
         elif isinstance(value, nn.Module):
@@ -107,14 +107,14 @@ class _Filling:
         elif isinstance(value, tuple) and kinds.holds_objects(value):
             self.wrong.append(f"{name} is a tuple with objects in it: make it a list")
         elif _is_replaced(value, new):
-            self._replaced(place, value, new, name)
+            self._replaced(at, value, new, name)
         elif isinstance(new, Mapping if isinstance(value, Mapping) else list):
             self.members(value, new, f"{name}.")
         else:
             self._kind(value, new, name)
 
-    def _replaced(self, place: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
-        holder, key = place
+    def _replaced(self, at: tuple[Any, Any], value: Any, new: Any, name: str) -> None:
+        holder, key = at
         if not isinstance(holder, MutableMapping | list):
             self.wrong.append(
                 f"{name} cannot be replaced in a {type(holder).__name__}: give a dict"
@@ -237,9 +237,9 @@ def _addresses_of_own_loading(module: nn.Module) -> frozenset[int]:
     """Return where the tensors of submodules lie that load in their own way, to any size maybe."""
     return frozenset(
         tensor.data_ptr()
-        for part in module.modules()
-        if not getattr(type(part), _OWN_LOADING).__module__.startswith("torch.nn.")
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        for child in module.modules()
+        if not getattr(type(child), _OWN_LOADING).__module__.startswith("torch.nn.")
+        for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))
         if not is_lazy(tensor)
     )
 

@@ -107,13 +107,13 @@ def _without_tensors(value: Any) -> Any:
 
 PER_RANK: Final = "elaunch.per_rank"
 """The key in the file under which every rank's value stands, in a list."""
-_TOLD: Final = 8
+_MOST: Final = 8
 """Keys that an error names."""
 KeyPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Told:
+class StateSummary:
     """What a rank sends the others of its state where :attr:`digest` is not the same on all.
 
     Attributes:
@@ -140,7 +140,7 @@ class Plain:
     Attributes:
         content: for the file; None stands for modules and optimizers on ranks that do not write.
         own: what this rank has of its own.
-        places: where every rank's own are to be put in ``content``.
+        per_rank: the lists in ``content`` that get what each rank has of its own.
         kinds: what stands under each key.
         values: the plain values by key.
         size: about how many bytes the tensors have.
@@ -148,20 +148,20 @@ class Plain:
 
     content: dict[Any, Any] = field(default_factory=dict)
     own: dict[KeyPath, Any] = field(default_factory=dict)
-    places: dict[KeyPath, list[Any]] = field(default_factory=dict)
+    per_rank: dict[KeyPath, list[Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     size: int = 0
 
-    def told(self) -> Told:
-        """Return what is compared with the other ranks'."""
+    def summary(self) -> StateSummary:
+        """Return what is compared with the other ranks' states."""
         digests = [digest(pickle.dumps(value)) for value in self.values.values()]
-        return Told(self.kinds, tuple(self.values), b"".join(digests))
+        return StateSummary(self.kinds, tuple(self.values), b"".join(digests))
 
     def complete(self, everyone: Sequence[Mapping[KeyPath, Any]]) -> dict[Any, Any]:
         """Return the content, with what every rank has of its own."""
-        for path, place in self.places.items():
-            place[:] = [own[path] for own in everyone]
+        for path, values in self.per_rank.items():
+            values[:] = [own[path] for own in everyone]
         return self.content
 
 
@@ -205,23 +205,23 @@ def refuse_raw(value: Any, name: str = "") -> None:
 def check_same(
     distributed: DistributedContext,
     made: Plain,
-    told: Told,
+    summary: StateSummary,
     what: str,
     timeout: float | None,
 ) -> None:
     """Raise SaveError, on all ranks, for keys and plain values that differ. ALL ranks call it.
 
-    They do where the digests of what they have ``told`` are not the same.
+    Call it where the digests of the ranks' summaries are not the same.
     """
-    everyone = distributed.allgather(told, timeout)
-    problems = _differences([told.kinds for told in everyone])
+    everyone = distributed.allgather(summary, timeout)
+    problems = _differences([one.kinds for one in everyone])
     if problems:
         raise SaveError(
-            f"{what}: {'; '.join(problems[:_TOLD])}{'; …' if len(problems) > _TOLD else ''}: rank "
+            f"{what}: {'; '.join(problems[:_MOST])}{'; …' if len(problems) > _MOST else ''}: rank "
             "0 writes for all ranks, so all give the same keys; elaunch.PerRank(…) is around what "
             "each has of its own"
         )
-    suspects = differing([told.compared for told in everyone], [told.digests for told in everyone])
+    suspects = differing([one.compared for one in everyone], [one.digests for one in everyone])
     packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
     compare.settle(distributed, suspects, packed, timeout, made.values.values())
 
@@ -300,7 +300,7 @@ class _PlainWalk:
         kinds.refuse_resizing(marked, key_of(path))
         self._note(path, "a PerRank")
         self.made.own[path] = _PlainWalk(writes=True, shared=False).visit(marked.value, path)
-        return {PER_RANK: self.made.places.setdefault(path, [])}
+        return {PER_RANK: self.made.per_rank.setdefault(path, [])}
 
     def _compare(self, value: Any, path: KeyPath) -> None:
         """Note the plain values in what is no module and no optimizer."""
@@ -333,11 +333,11 @@ def has_tensors(value: Any) -> bool:
 
 
 def _refuse_sharded(value: Any, path: KeyPath) -> None:
-    parts = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    members = list(value.parameters()) if isinstance(value, nn.Module) else [value]
     wrapped = isinstance(value, nn.Module) and any(
         type(module).__name__ == "FullyShardedDataParallel" for module in value.modules()
     )
-    if wrapped or any(isinstance(part, DTensor) for part in parts):
+    if wrapped or any(isinstance(member, DTensor) for member in members):
         raise CheckpointError(
             f"{key_of(path)} is sharded over the ranks, so rank 0 does not have all of it: use "
             "ctx.checkpoint.save()"

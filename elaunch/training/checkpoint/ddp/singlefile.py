@@ -40,63 +40,63 @@ import torch
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, ContextError, DamageError
 from elaunch.training.checkpoint import restore
+from elaunch.training.checkpoint.callcontext import CallContext, Mode, SaveRequest
+from elaunch.training.checkpoint.collective import header_of, save_together
 from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import fill, plainstate
-from elaunch.training.checkpoint.parts import CallContext, Mode, Saving
-from elaunch.training.checkpoint.store import header_of, save_together
 from elaunch.training.checkpoint.together import agree, guarded, os_error_behind
 
 FILE: Final = "state.pt"
 MODES: Final = ("all", "broadcast", "sequential")
 
 
-def save(parts: CallContext, state: Mapping[str, Any], saving: Saving) -> Committed:
+def save(call: CallContext, state: Mapping[str, Any], request: SaveRequest) -> Committed:
     """Save ``state`` as one file; ALL ranks call it together, rank 0 writes.
 
     Raises SaveError on all ranks: also for a model that is sharded over them, for values that
     differ between them, and for what could not be loaded again.
     """
 
-    def work() -> tuple[plainstate.Plain, plainstate.Told]:
-        made = plainstate.make(state, writes=parts.rank == 0)
-        return made, made.told()
+    def work() -> tuple[plainstate.Plain, plainstate.StateSummary]:
+        made = plainstate.make(state, writes=call.rank == 0)
+        return made, made.summary()
 
-    done, problem = guarded(work, saving.what)
+    done, problem = guarded(work, request.what)
     sent = None if done is None else (done[1].digest, done[0].own)
-    everyone = agree(parts.distributed, f"{saving.what}, its state", problem, sent, saving.timeout)
+    everyone = agree(call.distributed, f"{request.what}, its state", problem, sent, request.timeout)
     assert done is not None
-    made, told = done
+    made, summary = done
     if len({one for one, _ in everyone}) > 1:
-        plainstate.check_same(parts.distributed, made, told, saving.what, saving.timeout)
-    saving = replace(saving, size=made.size)
+        plainstate.check_same(call.distributed, made, summary, request.what, request.timeout)
+    request = replace(request, size=made.size)
 
     def write(stage: Stage) -> bytes | None:
-        if parts.rank != 0:
+        if call.rank != 0:
             return None
-        path = parts.storage.open_stage(stage) / FILE
+        path = call.storage.open_stage(stage) / FILE
         problem = guarded(
             lambda: _write(made.complete([own for _, own in everyone]), path), "torch.save"
         )[1]
         if problem is not None:
             raise problem
-        return parts.storage.write_manifest(stage, header_of(parts, saving, writers=1), [FILE])
+        return call.storage.write_manifest(stage, header_of(call, request, writers=1), [FILE])
 
-    return save_together(parts, saving, write)
+    return save_together(call, request, write)
 
 
 def load_chosen(
-    parts: CallContext, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
+    call: CallContext, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
 ) -> Committed | None:
     """Choose a checkpoint and :func:`load` it. ALL ranks call it together."""
 
     def use(there: CallContext, found: Committed) -> None:
         load(there, state, found, how, wanted.timeout)
 
-    return restore.read(parts, wanted, how[1], use)
+    return restore.read(call, wanted, how[1], use)
 
 
 def load(
-    parts: CallContext,
+    call: CallContext,
     state: Mapping[str, Any],
     found: Committed,
     how: tuple[Mode, bool],
@@ -113,12 +113,12 @@ def load(
 
     def together(step: str, work: Callable[[], Any]) -> Any:
         done, problem = guarded(work, "load_ddp")
-        agree(parts.distributed, step, problem, None, timeout, CheckpointError)
+        agree(call.distributed, step, problem, None, timeout, CheckpointError)
         return done
 
     together(f"{what}, its state", lambda: _check_state(state))
-    content = _read(parts, found, mode, timeout, what)
-    rank, ranks = parts.rank, parts.distributed.size
+    content = _read(call, found, mode, timeout, what)
+    rank, ranks = call.rank, call.distributed.size
     put = together(what, lambda: fill.fitting(state, content, strict, rank=rank, ranks=ranks))
     together(f"{what}, filling", put)
 
@@ -143,28 +143,26 @@ def _write(content: Mapping[Any, Any], path: Path) -> None:
         raise os_error_behind(error, path) or error from None
 
 
-def _read(
-    parts: CallContext, found: Committed, mode: Mode, timeout: float | None, what: str
-) -> Any:
+def _read(call: CallContext, found: Committed, mode: Mode, timeout: float | None, what: str) -> Any:
     """Return the file's content on every rank, read by those whom ``mode`` lets."""
-    with restore.opened(parts, found, timeout, what) as place:
+    with restore.opened(call, found, timeout, what) as place:
         path = place if place.is_file() else place / FILE
         loaded: Any = None
         problem: Exception | None = None
-        for turn in range(parts.distributed.size if mode == "sequential" else 1):
-            reads = mode == "all" or turn == parts.rank
+        for turn in range(call.distributed.size if mode == "sequential" else 1):
+            reads = mode == "all" or turn == call.rank
             if reads:
                 loaded, problem = guarded(
                     lambda: _load(path, _manifests(found, path)), "torch.load"
                 )
             if mode == "sequential":
-                parts.distributed.barrier(timeout)
+                call.distributed.barrier(timeout)
         damage = str(problem) if isinstance(problem, DamageError) else ""
-        told = agree(parts.distributed, what, None, damage, timeout, CheckpointError)
-        if bad := next(filter(None, told), ""):
+        damages = agree(call.distributed, what, None, damage, timeout, CheckpointError)
+        if bad := next(filter(None, damages), ""):
             raise DamageError(bad) from problem
-        agree(parts.distributed, what, problem, None, timeout, CheckpointError)
-    return parts.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
+        agree(call.distributed, what, problem, None, timeout, CheckpointError)
+    return call.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
 
 
 def _manifests(found: Committed, path: Path) -> Path | None:

@@ -220,8 +220,8 @@ class AgentSaverClient:
                 ranks=wanted[at : at + AT_ONCE],
             )
             try:
-                for part, fd in zip(answer["parts"], files, strict=True):
-                    found[int(part["rank"])] = _mapped(fd, files_from_json(part["files"]))
+                for row, fd in zip(answer["parts"], files, strict=True):
+                    found[int(row["rank"])] = _mapped(fd, files_from_json(row["files"]))
             except (OSError, ValueError, TypeError) as error:
                 raise SaveError(f"the agent's memory cannot be mapped: {error}") from error
             finally:
@@ -285,9 +285,9 @@ def connected(
 
 def _refusal(answer: Mapping[str, Any]) -> SaveError:
     kind, text = answer.get("kind"), str(answer.get("error"))
-    told = StillInFlight(text) if kind == "timeout" else SaveError(text)
-    told.lost = kind == "save"
-    return told
+    error = StillInFlight(text) if kind == "timeout" else SaveError(text)
+    error.lost = kind == "save"
+    return error
 
 
 def _limit(timeout: float | None) -> float:

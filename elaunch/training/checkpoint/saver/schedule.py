@@ -35,7 +35,7 @@ from elaunch.training.checkpoint import where
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed
     from elaunch.checkpoint.retention.delete import Keep
-    from elaunch.training.checkpoint.parts import CallContext, Saving
+    from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
 
 Every = int | Literal["auto"]
 
@@ -75,17 +75,19 @@ class Schedule:
             reserve()
         self._prepared = True
 
-    def is_due(self, every: Every, asked: Saving, latest: Callable[[], Committed | None]) -> bool:
+    def is_due(
+        self, every: Every, request: SaveRequest, latest: Callable[[], Committed | None]
+    ) -> bool:
         """Return whether a step is to be saved; the same on all ranks, without asking them.
 
         ``latest`` gives what the round began with. Raises ContextError if ``every`` is no interval,
         or would fill the storage.
         """
-        step: object = asked.step
+        step: object = request.step
         if not isinstance(step, int):
             return True  # the save says what is wrong with it
         if every != self._every:
-            _check(every, asked.keep)
+            _check(every, request.keep)
             if self._last is None:
                 found = latest()
                 self._last = 0 if found is None else found.step
@@ -94,15 +96,15 @@ class Schedule:
             self._due = step + FIRST if every == "auto" else self._last + every
         return step >= self._due
 
-    def note(self, parts: CallContext, step: int, begun: float, *, skipped: bool) -> None:
+    def note(self, call: CallContext, step: int, begun: float, *, skipped: bool) -> None:
         """Note a save, ``begun`` in monotonic seconds; by ``auto``, agree on the next one.
 
         ALL ranks call it together, after every save.
         """
         if self._every == "auto":
-            if parts.rank == 0:
+            if call.rank == 0:
                 self._choose(step, begun, skipped)
-            self._steps = parts.distributed.broadcast(self._steps)
+            self._steps = call.distributed.broadcast(self._steps)
             self._due = step + self._steps
         elif self._every is not None and not skipped:
             self._due = step + self._every

@@ -46,28 +46,28 @@ class Values:
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, bytes]] = {}
 
-    def pack(self, captured: Captured) -> dict[str, bytes]:
+    def pack(self, flat: FlatState) -> dict[str, bytes]:
         """Return the archive of each value; raise CheckpointError that names one it cannot pack."""
-        leaves = captured.leaves.items()
+        leaves = flat.leaves.items()
         return {key: self._pack(key, leaf.value) for key, leaf in leaves if not leaf.is_tensor}
 
     def _pack(self, key: str, value: Any) -> bytes:
-        said = _said(value)
+        text = _text_of(value)
         known = self._known.get(key)
-        if said is not None and known is not None and known[0] == said:
+        if text is not None and known is not None and known[0] == text:
             return known[1]
         packed, problem = guarded(lambda: archives.pack(value), "torch.save")
         if packed is None:
             raise CheckpointError(
                 f"{key}, a {type(value).__name__}, cannot be pickled: {problem}"
             ) from problem
-        if said is not None:
-            self._known[key] = (said, packed)
+        if text is not None:
+            self._known[key] = (text, packed)
         return packed
 
 
-def _said(value: Any) -> str | None:
-    """Return what stands for a plain value, None for any other: that may change inside."""
+def _text_of(value: Any) -> str | None:
+    """Return a text that identifies a plain value; None for any other, which may change inside."""
     if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
     if type(value) is tuple and all(type(member) in _PLAIN for member in value):
@@ -75,10 +75,10 @@ def _said(value: Any) -> str | None:
     return None
 
 
-def slots_for(packed: Mapping[str, bytes], last: Mapping[str, int]) -> dict[str, int]:
-    """Return the room for each archive: what it had last, as long as that will do."""
+def lengths_for(packed: Mapping[str, bytes], last: Mapping[str, int]) -> dict[str, int]:
+    """Return the length of each archive: as it was last, where that fits."""
     return {
-        key: archives.slot_for(len(archive), last.get(key, 0)) for key, archive in packed.items()
+        key: archives.length_for(len(archive), last.get(key, 0)) for key, archive in packed.items()
     }
 
 
@@ -146,7 +146,7 @@ class Leaf:
 
 
 @dataclass
-class Captured:
+class FlatState:
     """The leaves by key, and what is to be called, in this order, when values were loaded.
 
     ``own_values`` are plain values of the state whose places in ``leaves`` have placeholders.
@@ -163,7 +163,7 @@ class Captured:
         return {key: leaf.value for key, leaf in self.leaves.items() if leaf.is_tensor}
 
 
-def capture(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -> Captured:
+def flatten(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -> FlatState:
     """Return the leaves of ``state``, which is not changed.
 
     FSDP1 makes calls of its ranks for it: ALL ranks call it together.
@@ -181,14 +181,14 @@ def capture(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
     walk = _Walk(rank, stored)
     walk.find_modules(state, ())
     walk.members(state, ())
-    return walk.captured
+    return walk.flat
 
 
 class _Walk:
     """One walk through a state."""
 
     def __init__(self, rank: int, stored: Stored | None, loading: bool = False) -> None:
-        self.captured = Captured()
+        self.flat = FlatState()
         self._rank = rank
         self._stored = stored
         self._loading = loading or stored is not None
@@ -281,7 +281,7 @@ class _Walk:
                     "so put no elaunch.PerRank around it"
                 )
             leaf = replace(leaf, share=OWN)
-        other = self.captured.leaves.setdefault(leaf.key, leaf)
+        other = self.flat.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise CheckpointError(
                 f"two values of the state would have the key {leaf.key!r}: {other.path} and "
@@ -339,7 +339,7 @@ class _Walk:
             return
         saved = self._stored.ranks_below(path)
         if not saved:
-            self.captured.missing.append(key_of((*path, rank_name(self._rank))))
+            self.flat.missing.append(key_of((*path, rank_name(self._rank))))
             return
         if marked.on_resize is not None and len(saved) != self._stored.world_size_now:
             self._resized(marked, path, saved)
@@ -383,22 +383,22 @@ class _Walk:
         assert self._stored is not None
         here = _Walk(self._rank, None, loading=True)
         here._visit({}, "", value, path)
-        own = here.captured.tensors
-        leaves = here.captured.leaves.values()
-        self.captured.own_values += [leaf.value for leaf in leaves if not leaf.is_tensor]
-        self.captured.missing += sorted(set(own) - self._stored.keys)
+        own = here.flat.tensors
+        leaves = here.flat.leaves.values()
+        self.flat.own_values += [leaf.value for leaf in leaves if not leaf.is_tensor]
+        self.flat.missing += sorted(set(own) - self._stored.keys)
         held = self._stored.build(path, own)
         if not held:
-            self.captured.missing += [key_of(path)] if here.captured.leaves and not own else []
+            self.flat.missing += [key_of(path)] if here.flat.leaves and not own else []
             return {"": value}
         for key, rest in self._stored.below(path):
             holder: Any = held
             name: str | int = ""
-            for part in rest:
-                holder, name = holder[name], part
+            for step in rest:
+                holder, name = holder[name], step
             self._leaf(Leaf(key, (*path, *rest), holder[name], holder, name))
         return held
 
     def _then(self, call: Callable[[], None]) -> None:
         if self._stored is not None:
-            self.captured.restores.append(call)
+            self.flat.restores.append(call)

@@ -13,7 +13,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.state.flatten import Values, slots_for
+from elaunch.training.checkpoint.state.flatten import Values, lengths_for
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 4), (5, 7, 2), (300, 1000)])
@@ -59,14 +59,14 @@ def test_a_longer_slot_is_a_comment() -> None:
 
 def test_slots_stay_where_they_will_do() -> None:
     """One that has become much too long, or too short, is made anew."""
-    slots = slots_for({"a": bytes(100)}, {})
+    slots = lengths_for({"a": bytes(100)}, {})
     assert slots == {"a": 128}
-    assert slots_for({"a": bytes(20)}, slots) == slots
-    assert slots_for({"a": bytes(129)}, slots) == {"a": 192}
-    assert slots_for({"a": bytes(20)}, {"a": 1 << 20}) == {"a": 64}
+    assert lengths_for({"a": bytes(20)}, slots) == slots
+    assert lengths_for({"a": bytes(129)}, slots) == {"a": 192}
+    assert lengths_for({"a": bytes(20)}, {"a": 1 << 20}) == {"a": 64}
 
 
-class Captured:
+class FlatState:
     """Leaves as they are needed here."""
 
     def __init__(self, **values: Any) -> None:
@@ -86,9 +86,9 @@ def test_equal_values_are_packed_once() -> None:
     """But 1 is not True, 0.0 not -0.0, and a list may have changed inside."""
     values = Values()
     listed = [1]
-    first = values.pack(Captured(a=1, b=0.0, c=(1, "x"), d=listed))  # type: ignore[arg-type]
+    first = values.pack(FlatState(a=1, b=0.0, c=(1, "x"), d=listed))  # type: ignore[arg-type]
     listed.append(2)
-    second = values.pack(Captured(a=True, b=-0.0, c=(1, "x"), d=listed))  # type: ignore[arg-type]
+    second = values.pack(FlatState(a=True, b=-0.0, c=(1, "x"), d=listed))  # type: ignore[arg-type]
     assert second["c"] is first["c"]
     assert [archives.unpack(second[key]) for key in "acd"] == [True, (1, "x"), [1, 2]]
     assert str(archives.unpack(second["b"])) == "-0.0" and second["a"] != first["a"]

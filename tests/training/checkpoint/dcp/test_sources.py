@@ -12,8 +12,8 @@ import pytest
 
 from elaunch.checkpoint.records import Committed
 from elaunch.errors import SaveError
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints
 from elaunch.training.checkpoint.dcp import sources
-from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints
 from tests.launching import wait_until
 
 

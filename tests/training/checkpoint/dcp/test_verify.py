@@ -203,7 +203,7 @@ def test_one_that_was_asked_for(tmp_path: Path) -> None:
 def other_world(ctx: Any, flipped: str) -> Any:
     """Load on another number of ranks what nobody verifies before, since it is known as whole."""
     newest = ctx.checkpoint.list()[-1]
-    ctx.checkpoint._opening.known.whole.update(one.uuid for one in ctx.checkpoint.list())
+    ctx.checkpoint._session.known.whole.update(one.uuid for one in ctx.checkpoint.list())
     if flipped and ctx.distributed.rank == 0:
         path = Path(newest.place, flipped)
         flip(path, path.stat().st_size // 2)
@@ -245,7 +245,7 @@ def from_memory(ctx: Any) -> Any:
         recalled.append(sorted(held))
         return held
 
-    ctx.checkpoint._opening.together(None).saver.recall = recall
+    ctx.checkpoint._session.together(None).saver.recall = recall
     own = state(7)
     found = ctx.checkpoint.load(own)
     told = bits(own["model"].state_dict()), own["big"].unique().tolist(), own["step"]
@@ -267,9 +267,9 @@ def one_tensor(ctx: Any) -> Any:
 
 def asked_for(ctx: Any) -> Any:
     """Load; return whose shards were asked for, and whose there are."""
-    asked, opening = set[int](), ctx.checkpoint._opening
+    asked, session = set[int](), ctx.checkpoint._session
     saver: Any = SimpleNamespace(recall=lambda _step, _round, ranks, *_: asked.update(ranks) or {})
-    opening._parts = replace(opening.together(None), saver=saver)
+    session._call = replace(session.together(None), saver=saver)
     found = ctx.checkpoint.load({"x": torch.zeros(4)})
     there = [rank for rank in range(3) if Path(found.place, f"__{rank}_0.distcp").exists()]
     return sorted(asked), there
@@ -294,7 +294,7 @@ def test_one_file_for_all_ranks(ranks: Ranks, mode: Any) -> None:
         if rank == 0:
             path = Path(found[1].place, "state.pt")
             flip(path, path.stat().st_size // 2)
-        checkpoint._opening.distributed.barrier()
+        checkpoint._session.distributed.barrier()
         own = {"big": torch.zeros(50_000, dtype=torch.int64)}
         taken = checkpoint.load_ddp(own, mode=mode)
         assert taken is not None

@@ -13,7 +13,7 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.ddp import fill as filling
 from elaunch.training.checkpoint.ddp import plainstate
-from elaunch.training.checkpoint.state.flatten import capture
+from elaunch.training.checkpoint.state.flatten import flatten
 from elaunch.training.checkpoint.state.perrank import PerRank
 from tests.training.checkpoint.ddprig import Ranks
 
@@ -21,7 +21,7 @@ from tests.training.checkpoint.ddprig import Ranks
 def filled(saved: dict[str, Any], state: dict[str, Any], strict: bool = True) -> dict[str, Any]:
     """Save the one state, and load it into the other; as the only rank."""
     made = plainstate.make(saved, writes=True)
-    content = made.complete([made.told()])
+    content = made.complete([made.summary()])
     filling.fitting(state, content, strict, rank=0, ranks=1)()
     return state
 
@@ -242,4 +242,4 @@ def test_on_resize_is_for_values() -> None:
     with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
         filling.fitting({"x": resized}, {"x": 1}, strict=True, rank=0, ranks=1)
     with pytest.raises(CheckpointError, match="x is a PerRank with on_resize around a dict"):
-        capture({"x": resized}, 0)
+        flatten({"x": resized}, 0)

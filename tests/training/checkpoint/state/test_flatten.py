@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.dcp.metadata import Stored
-from elaunch.training.checkpoint.state.flatten import capture
+from elaunch.training.checkpoint.state.flatten import flatten
 from elaunch.training.checkpoint.state.perrank import PerRank
 
 
@@ -60,14 +60,14 @@ def test_odd_tensors(make: Callable[[], Any], key: str, saving: str, loading: st
     """By their keys; a load does not speak of saving."""
     stored = Stored(Metadata({}), 1)
     with pytest.raises(CheckpointError) as save:
-        capture({"k": make()}, 0)
+        flatten({"k": make()}, 0)
     assert str(save.value).startswith(f"{key} cannot be saved: {saving}")
     with pytest.raises(CheckpointError) as load:
-        capture({"k": make()}, 0, stored)
+        flatten({"k": make()}, 0, stored)
     assert str(load.value).startswith(f"{key} cannot be loaded into: {loading}")
 
 
 def test_what_each_rank_has_of_its_own() -> None:
     """Is looked at as well."""
     with pytest.raises(CheckpointError, match=r"k\.rank-00002\.1\.weight cannot be saved"):
-        capture({"k": PerRank(on_meta())}, 2)
+        flatten({"k": PerRank(on_meta())}, 2)

@@ -17,7 +17,7 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.opening import OpenedContext
+from elaunch.training.checkpoint.session import CheckpointSession
 from elaunch.training.place.info import read
 from tests.checkpoint import makers
 from tests.opens import opened_below
@@ -36,8 +36,8 @@ def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path:
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": str(tmp_path)}
     told |= {"ELAUNCH_RESUME_FROM": str(chosen), "ELAUNCH_RESUME_STEP": "40"}
     nobody = cast("Any", None)
-    opening = OpenedContext(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
-    latest = opening.latest()
+    session = CheckpointSession(read(told | PLACE), nobody, nobody, nobody, "digits", given=True)
+    latest = session.latest()
     assert latest is not None and (latest.place, latest.step) == (chosen, 40)
 
 
@@ -51,7 +51,7 @@ def test_the_choice_is_opened_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_p
     nobody = cast("Any", None)
     with opened_below(tmp_path) as opened:
         for _ in range(512):
-            latest = OpenedContext(info, nobody, nobody, nobody, "digits", given=True).latest()
+            latest = CheckpointSession(info, nobody, nobody, nobody, "digits", given=True).latest()
             assert latest is not None and latest.step == 49
     assert opened == [f"{chosen.name}/metadata.json"] * 512
 
@@ -68,8 +68,8 @@ def test_the_choice_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"ELAUNCH_RUN_ID": "digits", "ELAUNCH_CHECKPOINT_DIR": url, "ELAUNCH_RESUME_STEP": "40"}
     info = read({**told, **PLACE, "ELAUNCH_RESUME_FROM": str(saved.place)})
     nobody = cast("Any", None)  # any rank learns it alone
-    opening = OpenedContext(info, nobody, nobody, nobody, "digits", given=True)
-    assert opening.latest() == saved
+    session = CheckpointSession(info, nobody, nobody, nobody, "digits", given=True)
+    assert session.latest() == saved
 
 
 @pytest.mark.slow
@@ -79,9 +79,9 @@ def test_one_rank_cannot_reach_its_agent(start: Callable[..., Job], tmp_path: Pa
 import torch.distributed
 torch.distributed.init_process_group("gloo")
 if rank == 1:
-    ck._opening.link.close()
-    ck._opening.link.problem = "/x.sock: No such file or directory"
-parts = ck._opening.together(None)
+    ck._session.link.close()
+    ck._session.link.problem = "/x.sock: No such file or directory"
+parts = ck._session.together(None)
 asked = []
 if rank == 0:
     fence = parts.saver.fence

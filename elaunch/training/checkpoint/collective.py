@@ -35,7 +35,7 @@ from elaunch.checkpoint.storage.storage import Committed, ShardHeader, Stage, St
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
-from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, Saving
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
 from elaunch.training.checkpoint.together import FULL, together
 
 FLUSH_S: Final = 10.0
@@ -45,8 +45,8 @@ log = logging.getLogger("elaunch")
 
 
 def save_together(
-    parts: CallContext,
-    saving: Saving,
+    call: CallContext,
+    request: SaveRequest,
     write: Write,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -63,42 +63,42 @@ def save_together(
         CollectiveTimeout, PeerLost: a rank did not come; names it.
     """
     try:
-        return _save_once(parts, saving, write, extra, stage)
+        return _save_once(call, request, write, extra, stage)
     except SaveError as full:
-        if not full.no_room or not _make_room(parts, saving):
+        if not full.no_room or not _make_room(call, request):
             raise
         log.warning("%s; older checkpoints were removed, trying again", full)
-    return _save_once(parts, saving, write, extra)
+    return _save_once(call, request, write, extra)
 
 
-def begin(parts: CallContext, saving: Saving) -> Stage:
+def begin(call: CallContext, request: SaveRequest) -> Stage:
     """Agree on a save, and return its stage, which all ranks can write to.
 
     ALL ranks call it together. Raises SaveError on all of them if the steps differ, if some rank's
     metadata cannot be, if the checkpoint is there already, or if some rank cannot write.
     """
-    what = saving.what
-    with together(parts.distributed, what, saving.timeout) as step:
-        if parts.known.taken is not None:
-            raise parts.known.taken
-        check_metadata(saving)
-        if parts.rank == 0:
-            check_new(parts, saving.step)
-        step.sent = (saving.step, uuid.uuid4().hex)
+    what = request.what
+    with together(call.distributed, what, request.timeout) as step:
+        if call.known.read_only is not None:
+            raise call.known.read_only
+        check_metadata(request)
+        if call.rank == 0:
+            check_new(call, request.step)
+        step.sent = (request.step, uuid.uuid4().hex)
     check_steps(what, [number for number, _ in step.received])
-    stage = new_stage(parts, saving.step, step.received[0][1])
+    stage = new_stage(call, request.step, step.received[0][1])
     try:
-        with together(parts.distributed, called(saving, stage), saving.timeout):
-            parts.storage.open_stage(stage)
+        with together(call.distributed, called(request, stage), request.timeout):
+            call.storage.open_stage(stage)
     except (CheckpointError, CollectiveError):
-        discard(parts, stage, agreed=False)
+        discard(call, stage, agreed=False)
         raise
     return stage
 
 
 def finish(
-    parts: CallContext,
-    saving: Saving,
+    call: CallContext,
+    request: SaveRequest,
     stage: Stage,
     write: Callable[[], bytes | None],
     extra: Mapping[str, Any] | None = None,
@@ -109,120 +109,120 @@ def finish(
     and returns its manifest. Raises as :func:`save_together`; the stage is gone then.
     """
     try:
-        with together(parts.distributed, writing(saving, stage), saving.timeout) as step:
-            with _told_of_room(parts, saving):
+        with together(call.distributed, writing(request, stage), request.timeout) as step:
+            with _naming_room(call, request):
                 manifest = write()
-            step.sent = (parts.distributed.cross_rank, manifest) if parts.local else None
-            flush(parts)
-        found = _commit(parts, saving, stage, step.received, dict(extra or {}))
+            step.sent = (call.distributed.cross_rank, manifest) if call.local else None
+            flush(call)
+        found = _commit(call, request, stage, step.received, dict(extra or {}))
     except CheckpointError:
-        discard(parts, stage, agreed=True)
+        discard(call, stage, agreed=True)
         raise
     except CollectiveError:
-        discard(parts, stage, agreed=False)
+        discard(call, stage, agreed=False)
         raise
-    parts.known.note(found)
-    if parts.acts:
-        keep_by_rule(parts, saving.keep, found)
+    call.known.note(found)
+    if call.acts:
+        keep_by_rule(call, request.keep, found)
     return found
 
 
 def _commit(
-    parts: CallContext, saving: Saving, stage: Stage, written: list[Any], extra: dict[str, Any]
+    call: CallContext, request: SaveRequest, stage: Stage, written: list[Any], extra: dict[str, Any]
 ) -> Committed:
     """Have rank 0 commit, and with a directory per node every node after it."""
-    ranks, what, timeout = parts.distributed, called(saving, stage), saving.timeout
-    if parts.local:
+    ranks, what, timeout = call.distributed, called(request, stage), request.timeout
+    if call.local:
         with together(ranks, f"{what}, adopted", timeout):
-            if parts.is_node_chief:
-                _adopt(parts, stage, written)
+            if call.is_node_chief:
+                _adopt(call, stage, written)
     with together(ranks, what, timeout) as step:
-        if parts.rank == 0:
-            extra = documented(parts, stage, extra)
-            step.sent = (commit_alone(parts, stage, extra), extra)
+        if call.rank == 0:
+            extra = documented(call, stage, extra)
+            step.sent = (commit_alone(call, stage, extra), extra)
     found: Committed
     found, extra = step.received[0]
-    if not parts.local:
+    if not call.local:
         return found
-    own = found if parts.rank == 0 else None
+    own = found if call.rank == 0 else None
     try:
         with together(ranks, f"{what}, on all nodes", timeout):
-            if parts.is_node_chief and parts.rank != 0:
-                own = parts.storage.commit(stage, lambda: None, extra)
+            if call.is_node_chief and call.rank != 0:
+                own = call.storage.commit(stage, lambda: None, extra)
     except SaveError:
         if own is not None:
-            parts.storage.remove(own)  # what not all nodes have is no checkpoint
+            call.storage.remove(own)  # what not all nodes have is no checkpoint
         raise
     return found
 
 
-def _adopt(parts: CallContext, stage: Stage, written: list[tuple[int, bytes | None]]) -> None:
+def _adopt(call: CallContext, stage: Stage, written: list[tuple[int, bytes | None]]) -> None:
     """Put the other nodes' manifests beside those of this node."""
-    node = parts.distributed.cross_rank
+    node = call.distributed.cross_rank
     others = {r: one[1] for r, one in enumerate(written) if one[0] != node and one[1]}
-    parts.storage.adopt(stage, {rank: content for rank, content in others.items() if content})
+    call.storage.adopt(stage, {rank: content for rank, content in others.items() if content})
 
 
-def documented(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what metadata.json says beside the shards; the same on every node."""
+def documented(call: CallContext, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of metadata.json beside those of the shards; the same on every node."""
     now = time.time()
     return {
         "started": now,
         "committed": now,
         "durations": {},
         "versions": versions(),
-        "metrics": parts.train.metrics_at(stage.step),
+        "metrics": call.train.metrics_at(stage.step),
         **extra,
     }
 
 
-def new_stage(parts: CallContext, step: int, uuid_: str = "") -> Stage:
+def new_stage(call: CallContext, step: int, uuid_: str = "") -> Stage:
     """Return a stage of this round; with a random uuid where none is given."""
-    return Stage(step, parts.round, uuid_ or uuid.uuid4().hex)
+    return Stage(step, call.round, uuid_ or uuid.uuid4().hex)
 
 
-def commit_alone(parts: CallContext, stage: Stage, extra: Mapping[str, Any]) -> Committed:
+def commit_alone(call: CallContext, stage: Stage, extra: Mapping[str, Any]) -> Committed:
     """Commit a complete stage if the round is still on; rank 0 does, without the others."""
-    saver = parts.saver
+    saver = call.saver
 
     def fence() -> None:
         if saver is not None:  # else only the process that started the round knows that it is over
-            saver.fence(parts.round)
+            saver.fence(call.round)
 
-    done = parts.storage.commit(stage, fence, extra)
-    parts.count(done, max(0.0, time.time() - extra["started"]))
+    done = call.storage.commit(stage, fence, extra)
+    call.count(done, max(0.0, time.time() - extra["started"]))
     return done
 
 
-def header_of(parts: CallContext, saving: Saving, writers: int | None = None) -> ShardHeader:
-    """Return what this rank's manifest says beside the files; ``writers``: ranks with a shard."""
-    world_size = parts.distributed.size if writers is None else writers
-    return ShardHeader(parts.rank, world_size, parts.run_id, dict(saving.metadata))
+def header_of(call: CallContext, request: SaveRequest, writers: int | None = None) -> ShardHeader:
+    """Return the header of this rank's manifest; ``writers``: how many ranks have a shard."""
+    world_size = call.distributed.size if writers is None else writers
+    return ShardHeader(call.rank, world_size, call.run_id, dict(request.metadata))
 
 
-def called(saving: Saving, stage: Stage) -> str:
-    """Return how errors call a save."""
-    return f"{saving.what} of step {stage.step}"
+def called(request: SaveRequest, stage: Stage) -> str:
+    """Return the name of a save in errors."""
+    return f"{request.what} of step {stage.step}"
 
 
-def writing(saving: Saving, stage: Stage) -> str:
-    """Return how errors call what each rank does on its own in a save."""
-    return f"{called(saving, stage)}, writing"
+def writing(request: SaveRequest, stage: Stage) -> str:
+    """Return the name, in errors, of what each rank does by itself in a save."""
+    return f"{called(request, stage)}, writing"
 
 
-def discard(parts: CallContext, stage: Stage, agreed: bool) -> None:
+def discard(call: CallContext, stage: Stage, agreed: bool) -> None:
     """Remove a stage whose save has failed; ``agreed``: all ranks know, so nobody writes there."""
-    if not parts.acts and not (agreed and isinstance(parts.storage.place, str)):
+    if not call.acts and not (agreed and isinstance(call.storage.place, str)):
         return
     try:
-        parts.storage.discard(stage)
+        call.storage.discard(stage)
     except (OSError, CheckpointError) as error:
         log.warning("the stage %s is left behind: %s", stage.name, error)
 
 
-def keep_by_rule(parts: CallContext, keep: delete.Keep | None, committed: Committed) -> None:
+def keep_by_rule(call: CallContext, keep: delete.Keep | None, committed: Committed) -> None:
     """Remove the checkpoints that may go now that ``committed`` is there; rank 0 does."""
-    parts.retiring.apply(keep, {*parts.known.protected(), committed.name})
+    call.retiring.apply(keep, {*call.known.protected(), committed.name})
 
 
 def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> None:
@@ -241,11 +241,11 @@ def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> N
         storage.remove(found)
 
 
-def check_metadata(saving: Saving) -> None:
+def check_metadata(request: SaveRequest) -> None:
     """Raise SaveError unless it is a dict for JSON with ``steps_completed``, which is the step."""
-    if not isinstance(saving.metadata, Mapping):
-        raise SaveError(f"metadata is {saving.metadata!r}: give a dict with steps_completed")
-    step = saving.metadata.get(layout.STEPS_COMPLETED)
+    if not isinstance(request.metadata, Mapping):
+        raise SaveError(f"metadata is {request.metadata!r}: give a dict with steps_completed")
+    step = request.metadata.get(layout.STEPS_COMPLETED)
     if step is None:
         raise SaveError(
             f"metadata has no {layout.STEPS_COMPLETED!r}: give the number of steps that are done, "
@@ -256,18 +256,18 @@ def check_metadata(saving: Saving) -> None:
             f"{layout.STEPS_COMPLETED} is {step!r}, a {type(step).__name__}: give a whole number, "
             "0 or more, as int(step) is"
         )
-    if step != saving.step:
-        raise SaveError(f"{layout.STEPS_COMPLETED} is {step}, but the step is {saving.step}")
+    if step != request.step:
+        raise SaveError(f"{layout.STEPS_COMPLETED} is {step}, but the step is {request.step}")
     try:
-        manifests.check_metadata(saving.metadata)
+        manifests.check_metadata(request.metadata)
     except CheckpointError as error:
         raise SaveError(str(error)) from None
 
 
-def check_new(parts: CallContext, step: int) -> None:
+def check_new(call: CallContext, step: int) -> None:
     """Raise SaveError if this round has committed that step already."""
-    name = layout.step_name(step, parts.round)
-    place = parts.storage.place
+    name = layout.step_name(step, call.round)
+    place = call.storage.place
     if not isinstance(place, str) and (place / name).exists():
         raise in_the_way(place, name)
 
@@ -278,9 +278,9 @@ def check_steps(what: str, steps: list[int]) -> None:
     for rank, step in enumerate(steps):
         first.setdefault(step, rank)
     if len(first) > 1:
-        told = ", ".join(f"{step} on rank {rank}" for step, rank in first.items())
+        given = ", ".join(f"{step} on rank {rank}" for step, rank in first.items())
         raise SaveError(
-            f"{what}: {layout.STEPS_COMPLETED} differs: {told}; all ranks save the same step"
+            f"{what}: {layout.STEPS_COMPLETED} differs: {given}; all ranks save the same step"
         )
 
 
@@ -293,59 +293,59 @@ def versions() -> dict[str, str]:
     return found
 
 
-def flush(parts: CallContext) -> None:
+def flush(call: CallContext) -> None:
     """Have the metrics on disk before the checkpoint is: it is not to be ahead of them."""
     try:
-        parts.train.flush(FLUSH_S)
+        call.train.flush(FLUSH_S)
     except RunDirError as error:
         log.warning("a checkpoint is committed before the metrics of its steps: %s", error)
 
 
 def _save_once(
-    parts: CallContext,
-    saving: Saving,
+    call: CallContext,
+    request: SaveRequest,
     write: Write,
     extra: Mapping[str, Any] | None,
     stage: Stage | None = None,
 ) -> Committed:
     durations: dict[str, float] = {}
     times = {"started": time.time(), "durations": durations}
-    agreed = stage or begin(parts, saving)
+    agreed = stage or begin(call, request)
 
     def write_timed() -> bytes | None:
         begun = time.monotonic()
         try:
             manifest = write(agreed)
         except (KeyboardInterrupt, SystemExit):
-            discard(parts, agreed, agreed=False)
+            discard(call, agreed, agreed=False)
             raise
         durations["write"] = round(time.monotonic() - begun, 6)
         return manifest
 
-    return finish(parts, saving, agreed, write_timed, {**times, **dict(extra or {})})
+    return finish(call, request, agreed, write_timed, {**times, **dict(extra or {})})
 
 
-def _make_room(parts: CallContext, saving: Saving) -> bool:
+def _make_room(call: CallContext, request: SaveRequest) -> bool:
     """Have rank 0 remove what may go; return on all ranks whether anything went."""
     removed: list[str] = []
-    needed = sum(parts.distributed.allgather(saving.size, saving.timeout))
-    if parts.acts:
-        newest = parts.known.newest
+    needed = sum(call.distributed.allgather(request.size, request.timeout))
+    if call.acts:
+        newest = call.known.newest
         needed = max(needed, 0 if newest is None else newest.size)
-        removed = parts.retiring.make_room(saving.keep, needed, parts.known.protected())
-    return any(parts.distributed.allgather(bool(removed), saving.timeout))
+        removed = call.retiring.make_room(request.keep, needed, call.known.protected())
+    return any(call.distributed.allgather(bool(removed), request.timeout))
 
 
 @contextlib.contextmanager
-def _told_of_room(parts: CallContext, saving: Saving) -> Iterator[None]:
-    """Raise a full disk's error with what there is and what was needed; others as they are."""
+def _naming_room(call: CallContext, request: SaveRequest) -> Iterator[None]:
+    """Raise a full disk's error with the room that is left and needed; others as they are."""
     try:
         yield
     except OSError as problem:
         if problem.errno not in FULL:
             raise
-        place = parts.storage.place
-        needs = f"needs about {text.size(saving.size)}, " if saving.size else ""
+        place = call.storage.place
+        needs = f"needs about {text.size(request.size)}, " if request.size else ""
         has = text.size(delete.free_bytes(place))
-        told = f"no space left on {place}: {needs}has {has}"
-        raise OSError(problem.errno, told, problem.filename) from problem
+        reason = f"no space left on {place}: {needs}has {has}"
+        raise OSError(problem.errno, reason, problem.filename) from problem

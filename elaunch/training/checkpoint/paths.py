@@ -13,11 +13,11 @@ True           all ranks enter. Each gets a directory of its own, so that nobody
 The same file with the same content from several ranks is one file. With different content, or a
 file where another rank has a directory, nothing is committed (elaunch.checkpoint.writing.assemble).
 
-``stage_path`` and ``commit`` are for what other people's code writes. The files are linked into the
-stage, or copied where the disks differ; where they were they are removed when the checkpoint is
-committed, and not before. A file that cannot be removed is copied: a later write to it would change
-the checkpoint. Of a symbolic link the link alone is removed. Ranks that give the same directory,
-and see the same there, have one shard together: the lowest of them lists it.
+``stage_path`` and ``commit`` are for files that other people's code writes. They are linked into
+the stage, or copied where the disks differ. Where they were written they are removed when the
+checkpoint is committed, and not before. A file that cannot be removed is copied: a later write to
+it would change the checkpoint. Of a symbolic link the link alone is removed. Ranks that give the
+same directory, and see the same there, have one shard together: the lowest of them lists it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from elaunch.checkpoint.layout import TEMPORARY
 from elaunch.checkpoint.storage.durable import list_files
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
-from elaunch.training.checkpoint.parts import CallContext, Saving
-from elaunch.training.checkpoint.store import (
+from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
+from elaunch.training.checkpoint.collective import (
     begin,
     called,
     check_metadata,
@@ -53,7 +53,7 @@ from elaunch.training.checkpoint.store import (
     new_stage,
     writing,
 )
-from elaunch.training.checkpoint.together import agree, in_words
+from elaunch.training.checkpoint.together import agree, problem_text
 
 log = logging.getLogger("elaunch")
 
@@ -61,72 +61,72 @@ SEEN_S: Final = 1.0
 """Seconds until an entry that another node made is seen in a directory that both share."""
 
 
-def open_path(parts: CallContext, saving: Saving) -> Path:
+def open_path(call: CallContext, request: SaveRequest) -> Path:
     """Begin a save and return the directory that all ranks that share it write to."""
-    stage = begin(parts, saving)
-    path = parts.storage.open_stage(stage)
-    parts.known.staged[str(path)] = stage
+    stage = begin(call, request)
+    path = call.storage.open_stage(stage)
+    call.known.staged[str(path)] = stage
     return path
 
 
-def commit_path(parts: CallContext, path: str | os.PathLike[str], saving: Saving) -> Committed:
+def commit_path(call: CallContext, path: str | os.PathLike[str], request: SaveRequest) -> Committed:
     """Commit what lies at ``path``. ALL ranks call it together.
 
     Raises SaveError, on all ranks, and leaves the files where they are.
     """
     source = Path(path).absolute()
-    stage = parts.known.staged.get(str(source))
-    kinds = agree(parts.distributed, saving.what, None, (stage, saving.step), saving.timeout)
-    check_steps(saving.what, [step for _, step in kinds])
+    stage = call.known.staged.get(str(source))
+    kinds = agree(call.distributed, request.what, None, (stage, request.step), request.timeout)
+    check_steps(request.what, [step for _, step in kinds])
     if any(kind != kinds[0][0] for kind, _ in kinds):
         raise SaveError(
-            f"{saving.what}: some ranks give the path of stage_path() and others another one"
+            f"{request.what}: some ranks give the path of stage_path() and others another one"
         )
     if stage is not None:
-        return _commit_staged(parts, source, stage, saving)
-    return _commit_other(parts, source, saving)
+        return _commit_staged(call, source, stage, request)
+    return _commit_other(call, source, request)
 
 
-def _commit_staged(parts: CallContext, root: Path, stage: Stage, saving: Saving) -> Committed:
+def _commit_staged(call: CallContext, root: Path, stage: Stage, request: SaveRequest) -> Committed:
     """Commit a stage into which the script has written itself."""
-    if stage.step != saving.step:
-        raise SaveError(f"{root} was opened for step {stage.step}, not for {saving.step}")
-    lists = parts.rank == 0
-    if isinstance(parts.storage.place, str):
+    if stage.step != request.step:
+        raise SaveError(f"{root} was opened for step {stage.step}, not for {request.step}")
+    lists = call.rank == 0
+    if isinstance(call.storage.place, str):
         lists = True
-    elif parts.local:
-        lists = parts.is_node_chief
+    elif call.local:
+        lists = call.is_node_chief
     # Nobody lists before all have written.
     try:
-        parts.distributed.barrier(saving.timeout)
+        call.distributed.barrier(request.timeout)
     except CollectiveError:
-        discard(parts, stage, agreed=False)
+        discard(call, stage, agreed=False)
         raise
 
     def write() -> bytes:
-        files = parts.storage.own_files(stage) if lists else []
-        return parts.storage.write_manifest(stage, header_of(parts, saving), files)
+        files = call.storage.own_files(stage) if lists else []
+        return call.storage.write_manifest(stage, header_of(call, request), files)
 
-    parts.known.staged.pop(str(root))
-    return finish(parts, saving, stage, write)
+    call.known.staged.pop(str(root))
+    return finish(call, request, stage, write)
 
 
-def _commit_other(parts: CallContext, source: Path, saving: Saving) -> Committed:
-    leads = _leads(parts, source, saving)
-    stage = begin(parts, saving)
+def _commit_other(call: CallContext, source: Path, request: SaveRequest) -> Committed:
+    leads = _leads(call, source, request)
+    stage = begin(call, request)
 
     def write() -> bytes:
         files: list[str] = []
-        own = parts.storage.open_stage(stage, parts.rank)
+        own = call.storage.open_stage(stage, call.rank)
         if leads:
             files = _link(source, own)
-        return parts.storage.write_manifest(stage, header_of(parts, saving), files, below=own)
+        return call.storage.write_manifest(stage, header_of(call, request), files, below=own)
 
-    committed = finish(parts, saving, stage, write)
+    committed = finish(call, request, stage, write)
     if leads:
         _remove(source)
     # A rank that writes to the same path again must not meet its removal.
-    parts.distributed.barrier(saving.timeout)
+    call.distributed.barrier(request.timeout)
     return committed
 
 
@@ -157,32 +157,32 @@ def _link_file(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _leads(parts: CallContext, source: Path, saving: Saving) -> bool:
+def _leads(call: CallContext, source: Path, request: SaveRequest) -> bool:
     """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
 
     Ranks with one path see the same if they find what the lowest of them has put there. A rank
     that finds nothing there has nothing to list.
     """
-    what = f"{saving.what}, looking at what was written"
+    what = f"{request.what}, looking at what was written"
     mine = (str(source), source.exists(), uuid.uuid4().hex)
-    said = agree(parts.distributed, what, None, mine, saving.timeout)
-    if not any(exists for _, exists, _ in said):
-        raise SaveError(f"{saving.what}: nothing is at {said[0][0]}, on no rank")
-    first = next((rank for rank, each in enumerate(said) if each[:2] == (mine[0], True)), None)
+    found = agree(call.distributed, what, None, mine, request.timeout)
+    if not any(exists for _, exists, _ in found):
+        raise SaveError(f"{request.what}: nothing is at {found[0][0]}, on no rank")
+    first = next((rank for rank, each in enumerate(found) if each[:2] == (mine[0], True)), None)
     mark, left = None, False
     if first is not None:
-        mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{said[first][2]}"
+        mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{found[first][2]}"
     try:
-        left = mark is not None and first == parts.rank and _left(mark)
-        marked = any(agree(parts.distributed, what, None, left, saving.timeout))
+        left = mark is not None and first == call.rank and _left(mark)
+        marked = any(agree(call.distributed, what, None, left, request.timeout))
         sees = marked and mark is not None and mine[1] and _sees(mark)
-        place = (mine[0], parts.distributed.cross_rank, mine[1], sees)
-        places: list[Any] = agree(parts.distributed, what, None, place, saving.timeout)
+        view = (mine[0], call.distributed.cross_rank, mine[1], sees)
+        views: list[Any] = agree(call.distributed, what, None, view, request.timeout)
     finally:
         if mark is not None and left:
             mark.unlink(missing_ok=True)
-    leader = first if sees else places.index(place)
-    return mine[1] and leader == parts.rank
+    leader = first if sees else views.index(view)
+    return mine[1] and leader == call.rank
 
 
 def _left(mark: Path) -> bool:
@@ -224,28 +224,28 @@ def refuse_unless_chief(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def store_alone(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]]:
+def store_alone(call: CallContext, request: SaveRequest) -> Iterator[tuple[Path, str]]:
     """Store what rank 0 writes in the block; no other rank takes part."""
-    if parts.known.taken is not None:
-        raise parts.known.taken
-    check_metadata(saving)
-    check_new(parts, saving.step)
-    stage = new_stage(parts, saving.step)
+    if call.known.read_only is not None:
+        raise call.known.read_only
+    check_metadata(request)
+    check_new(call, request.step)
+    stage = new_stage(call, request.step)
     try:
-        path = parts.storage.open_stage(stage)
+        path = call.storage.open_stage(stage)
         yield path, stage.uuid
-        with _as_save_error(called(saving, stage)):
-            flush(parts)
-            files = parts.storage.own_files(stage, below=path)  # nothing of elaunch's is there yet
-            parts.storage.write_manifest(stage, header_of(parts, saving, writers=1), files)
-            committed = commit_alone(parts, stage, documented(parts, stage, {}))
+        with _as_save_error(called(request, stage)):
+            flush(call)
+            files = call.storage.own_files(stage, below=path)  # nothing of elaunch's is there yet
+            call.storage.write_manifest(stage, header_of(call, request, writers=1), files)
+            committed = commit_alone(call, stage, documented(call, stage, {}))
     except BaseException:
-        discard(parts, stage, agreed=True)
+        discard(call, stage, agreed=True)
         raise
-    parts.known.note_own(committed)
-    if parts.distributed.size == 1:
-        parts.known.note(committed)
-    keep_by_rule(parts, saving.keep, committed)
+    call.known.note_own(committed)
+    if call.distributed.size == 1:
+        call.known.note(committed)
+    keep_by_rule(call, request.keep, committed)
 
 
 @contextlib.contextmanager
@@ -255,39 +255,41 @@ def _as_save_error(what: str) -> Iterator[None]:
     except SaveError:
         raise
     except (CheckpointError, OSError) as error:
-        raise SaveError(f"{what}: {in_words(error)}") from error
+        raise SaveError(f"{what}: {problem_text(error)}") from error
 
 
 @contextlib.contextmanager
-def store_together(parts: CallContext, saving: Saving) -> Iterator[tuple[Path, str]]:
+def store_together(call: CallContext, request: SaveRequest) -> Iterator[tuple[Path, str]]:
     """Store what all ranks write in the block, each in the directory that it gets."""
-    stage = begin(parts, saving)
+    stage = begin(call, request)
     try:
-        own = parts.storage.open_stage(stage, parts.rank)
+        own = call.storage.open_stage(stage, call.rank)
         yield own, stage.uuid
     except Exception as error:
-        _tell_others(parts, saving, stage, error)
+        _report_failure(call, request, stage, error)
         raise
     except BaseException:
-        discard(parts, stage, agreed=False)  # the process is about to end: the others see that
+        discard(call, stage, agreed=False)  # the process is about to end: the others see that
         raise
-    storage = parts.storage
+    storage = call.storage
 
     def write() -> bytes:
         files = storage.own_files(stage, below=own)
-        return storage.write_manifest(stage, header_of(parts, saving), files, below=own)
+        return storage.write_manifest(stage, header_of(call, request), files, below=own)
 
-    finish(parts, saving, stage, write)
+    finish(call, request, stage, write)
 
 
-def _tell_others(parts: CallContext, saving: Saving, stage: Stage, error: Exception) -> None:
-    """Make all ranks know that this one's block failed; its own exception goes on to the caller."""
+def _report_failure(
+    call: CallContext, request: SaveRequest, stage: Stage, error: Exception
+) -> None:
+    """Report to all ranks that this one's block failed; the caller raises its own exception."""
     agreed = False
     with contextlib.suppress(CollectiveError, CheckpointError):
         try:
-            said = (parts.distributed.cross_rank, None)
-            agree(parts.distributed, writing(saving, stage), error, said, saving.timeout)
+            sent = (call.distributed.cross_rank, None)
+            agree(call.distributed, writing(request, stage), error, sent, request.timeout)
         except CheckpointError:
             agreed = True
             raise
-    discard(parts, stage, agreed)
+    discard(call, stage, agreed)

@@ -1,4 +1,4 @@
-"""What the calls of ``ctx.checkpoint`` work with, and one save as a script asks for it."""
+"""What each call of ``ctx.checkpoint`` works with, and one save as a script requests it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KnownCheckpoints:
         own: the newest that this rank has committed without the others.
         whole: uuids of those that were verified, or written by this job.
         unrecalled: uuids of those that could not be had from memory: it is logged once.
-        taken: why nothing can be saved here: the directory is another job's.
+        read_only: why nothing can be saved here: the directory is another job's.
         problem: why this rank does not find what the round resumed from.
         staged: paths that the script was given to write to, until it commits them.
         pending: what the round resumes from, while it may be in the agents' memory only.
@@ -53,7 +53,7 @@ class KnownCheckpoints:
     resumed: Committed | None = None
     newest: Committed | None = None
     own: Committed | None = None
-    taken: SaveError | None = None
+    read_only: SaveError | None = None
     problem: Exception | None = None
     whole: set[str] = field(default_factory=set)
     unrecalled: set[str] = field(default_factory=set)
@@ -185,7 +185,7 @@ def _not_newer(known: Committed | None, chosen: Committed | None) -> Committed |
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveRequest:
     """One save, as the script asked for it; the same on all ranks but for ``metadata``.
 
     Attributes:
@@ -205,11 +205,13 @@ class Saving:
     size: int = 0
 
 
-def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None, what: str) -> Saving:
+def as_given(
+    metadata: Any, keep: Keep | int | None, timeout: float | None, what: str
+) -> SaveRequest:
     """Return what the script asks for; what is wrong with the metadata is raised on all ranks."""
     step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
     number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
-    return Saving(number, metadata, _rule(keep), timeout, what)
+    return SaveRequest(number, metadata, _rule(keep), timeout, what)
 
 
 def at_step(
@@ -218,9 +220,9 @@ def at_step(
     keep: Keep | int | None,
     timeout: float | None,
     what: str,
-) -> Saving:
+) -> SaveRequest:
     """Return what the script asks for in a call that gets the step apart from the metadata."""
-    return Saving(step, metadata_of(step, metadata), _rule(keep), timeout, what)
+    return SaveRequest(step, metadata_of(step, metadata), _rule(keep), timeout, what)
 
 
 def _rule(keep: Keep | int | None) -> Keep | None:

@@ -25,9 +25,9 @@ from elaunch.checkpoint.retention.delete import Retiring
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import latest, where
-from elaunch.training.checkpoint.parts import CallContext, KnownCheckpoints, awaiting, newer
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, awaiting, newer
 from elaunch.training.checkpoint.together import together
-from elaunch.training.checkpoint.where import Whose
+from elaunch.training.checkpoint.where import DirectoryOwner
 from elaunch.wire.saver import CLOSE_S
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ log = logging.getLogger("elaunch")
 
 
 @dataclass
-class OpenedContext:
+class CheckpointSession:
     """What the context gives, and what is opened of it.
 
     Attributes:
@@ -75,8 +75,8 @@ class OpenedContext:
     directory: Path | None = None
     known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     _storage: Storage | None = None
-    _whose: Whose | None = None
-    _parts: CallContext | None = None
+    _owner: DirectoryOwner | None = None
+    _call: CallContext | None = None
     _met: bool = False
     _closed: bool = False
     _patient: bool = True
@@ -109,10 +109,10 @@ class OpenedContext:
     def alone(self) -> CallContext:
         """Return the call context on rank 0, which asks no other rank."""
         self._refuse_if_closed()
-        if self._parts is None:
-            self._whose = self._take()
-            self._parts = self._made(self._whose)
-        return self._parts
+        if self._call is None:
+            self._owner = self._take()
+            self._call = self._made(self._owner)
+        return self._call
 
     def together(self, timeout: float | None) -> CallContext:
         """Return the call context; ALL ranks call it together.
@@ -121,23 +121,23 @@ class OpenedContext:
         all nodes. One that belongs to another job or run can be read from.
         """
         self._refuse_if_closed()
-        if self._met and self._parts is not None:
-            return self._parts
+        if self._met and self._call is not None:
+            return self._call
         what = "opening the checkpoint directory"
         with together(self.distributed, what, timeout, CheckpointError) as step:
             step.sent = self._begun()
-        self._whose = step.received[0]
+        self._owner = step.received[0]
         where.check_shared(self.distributed, self.storage, self.local, timeout)
         with together(self.distributed, what, timeout) as step:
-            made = self._parts or self._made(self._whose)
+            made = self._call or self._made(self._owner)
             step.sent = made.foreground
         if self.distributed.rank == 0 and not (self.by_agent or self.local):
             self._note_finished(made)
-        self._parts = replace(made, foreground=_foreground(self.info, step.received))
-        if self._parts.foreground and self._parts.foreground != NO_AGENT and self._parts.rank == 0:
-            log.warning("%s: the workers write checkpoints themselves", self._parts.foreground)
+        self._call = replace(made, foreground=_foreground(self.info, step.received))
+        if self._call.foreground and self._call.foreground != NO_AGENT and self._call.rank == 0:
+            log.warning("%s: the workers write checkpoints themselves", self._call.foreground)
         self._met = True
-        return self._parts
+        return self._call
 
     def _note_finished(self, made: CallContext) -> None:
         """Note what was complete in a stage, and is a checkpoint since the directory is open."""
@@ -182,46 +182,46 @@ class OpenedContext:
         if self._closed:
             raise ContextError("ctx.checkpoint is used after the end of its context")
 
-    def _begun(self) -> Whose | None:
+    def _begun(self) -> DirectoryOwner | None:
         """Open the directory; return whose it is if this rank acts for it."""
         _ = self.storage  # every rank finds out by itself whether it can be opened
         acts = self.distributed.rank == 0 or (self.local and self.distributed.local_rank == 0)
-        return self._whose or self._take() if acts else None
+        return self._owner or self._take() if acts else None
 
-    def _take(self) -> Whose:
+    def _take(self) -> DirectoryOwner:
         """Make the directory ready, lock it where no agent does, and return whose it is."""
         place, chosen = where.place_of(self.info, self.run_id, os.environ)
         if self.distributed.rank == 0:
-            where.say(place, chosen)
+            where.print_default(place, chosen)
         if not chosen:
             where.make_default(place)
         elif isinstance(place, Path):
             place.mkdir(parents=True, exist_ok=True)
         try:
-            self._whose = self._locked()
+            self._owner = self._locked()
         except SaveError as error:
             # Another job's, or another run's: it can be read from all the same.
-            self.known.taken = error
-            self._whose = Whose(self.run_id, 0)
-        return self._whose
+            self.known.read_only = error
+            self._owner = DirectoryOwner(self.run_id, 0)
+        return self._owner
 
-    def _locked(self) -> Whose:
+    def _locked(self) -> DirectoryOwner:
         """Take the directory, and its lock where no agent has it; an error keeps neither."""
         with contextlib.ExitStack() as stack:
             if self.info.launcher != "elaunch":  # an agent has its saver lock it
                 stack.callback(where.lock(self.storage).close)
-            whose = where.take(self.storage, self.info, self.run_id, self.given)
+            owner = where.take(self.storage, self.info, self.run_id, self.given)
             self._stack.callback(stack.pop_all().close)
-        return whose
+        return owner
 
-    def _made(self, whose: Whose) -> CallContext:
+    def _made(self, owner: DirectoryOwner) -> CallContext:
         saver, lacks = None, NO_AGENT
         count = _counting(self.noted)
         if self.info.launcher == "elaunch":
             from elaunch.training.checkpoint.saver.agent import connected
 
             place = str(self.storage.place)
-            saver, lacks = connected(self.link, self.distributed.placement, place, whose.round)
+            saver, lacks = connected(self.link, self.distributed.placement, place, owner.round)
         if saver is not None:
             count = saver.committed
             self._stack.callback(self._close_saver, saver)
@@ -231,9 +231,9 @@ class OpenedContext:
             saver=saver,
             foreground=lacks,
             count=count,
-            run_id=whose.run_id,
-            reads=whose.run_id if self.given else None,
-            round=whose.round,
+            run_id=owner.run_id,
+            reads=owner.run_id if self.given else None,
+            round=owner.round,
             local=self.local,
             retiring=Retiring(self.storage, where.keep_of(os.environ)),
             train=self.train,
