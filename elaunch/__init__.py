@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 _WHERE = {
     "init": "elaunch.training.context",
     "Context": "elaunch.training.context",
-    "Info": "elaunch.training.place.info",
-    "info": "elaunch.training.place.info",
-    "latest_checkpoint": "elaunch.training.place.info",
+    "Info": "elaunch.training.launch.info",
+    "info": "elaunch.training.launch.info",
+    "latest_checkpoint": "elaunch.training.launch.info",
     "DistributedContext": "elaunch.training.distributed",
     "KeyStore": "elaunch.training.stores.keystore",
     "PreemptContext": "elaunch.training.preempt.preempt",

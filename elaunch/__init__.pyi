@@ -20,9 +20,9 @@ from elaunch.training.checkpoint.state.perrank import rng_state as rng_state
 from elaunch.training.context import Context as Context
 from elaunch.training.context import init as init
 from elaunch.training.distributed import DistributedContext as DistributedContext
-from elaunch.training.place.info import Info as Info
-from elaunch.training.place.info import info as info
-from elaunch.training.place.info import latest_checkpoint as latest_checkpoint
+from elaunch.training.launch.info import Info as Info
+from elaunch.training.launch.info import info as info
+from elaunch.training.launch.info import latest_checkpoint as latest_checkpoint
 from elaunch.training.preempt.preempt import PreemptContext as PreemptContext
 from elaunch.training.recording import record as record
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler

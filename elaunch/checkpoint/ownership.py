@@ -160,20 +160,20 @@ class Origin:
         try:
             found = read_patiently(self._read, 0.0 if self.known else patience)
         except CheckpointError as error:
-            return self._told(str(error))
+            return self._refusal(str(error))
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            return self._told(f"{layout.RUN} is gone; was it unmounted or removed?")
+            return self._refusal(f"{layout.RUN} is gone; was it unmounted or removed?")
         if self.known and found.get("created") != self._created:
-            return self._told(f"{layout.RUN} is that of another one; was it replaced?")
+            return self._refusal(f"{layout.RUN} is that of another one; was it replaced?")
         self._created = found.get("created")
         return ""
 
     def _read(self) -> dict[str, Any]:
         return schema_checked(read_json(self._root / layout.RUN), layout.RUN)
 
-    def _told(self, reason: str) -> str:
+    def _refusal(self, reason: str) -> str:
         return f"{self._root} {NOT_THE_ONE} ({reason}): nothing is saved there"
 
 

@@ -63,17 +63,17 @@ def check(place: Path, local: bool, frees: bool) -> Probed:
         needed, name = _newest_size(place, local)
         room = os.statvfs(place)
     except OSError as error:
-        raise UsageError(_told(place, error)) from None
+        raise UsageError(_unfit(place, error)) from None
     free = room.f_bavail * room.f_frsize
     if free >= needed * AMPLE:
         return Probed()
-    told = (
+    tight = (
         f"--checkpoint-dir {place}: {text.size(free)} are free on {_host()}, and the newest "
         f"checkpoint, {name}, takes {text.size(needed)}"
     )
     if free < needed and not frees:
-        raise UsageError(f"{told}; make room, or have old ones removed by --checkpoint-keep-last")
-    return Probed(told)
+        raise UsageError(f"{tight}; make room, or have old ones removed by --checkpoint-keep-last")
+    return Probed(tight)
 
 
 def leave_mark(place: Path, nonce: str) -> None:
@@ -85,7 +85,7 @@ def leave_mark(place: Path, nonce: str) -> None:
         mark.touch()
         _remove_stale(directory, mark.stat().st_mtime)
     except OSError as error:
-        raise UsageError(_told(place, error)) from None
+        raise UsageError(_unfit(place, error)) from None
 
 
 def remove_mark(place: Path, nonce: str) -> None:
@@ -179,7 +179,7 @@ _FIXES = {
 }
 
 
-def _told(place: Path, error: OSError) -> str:
+def _unfit(place: Path, error: OSError) -> str:
     if broken := broken_link(place):
         return f"--checkpoint-dir {place} cannot be made on {_host()}: {broken}; mend the link"
     fix = _FIXES.get(error.errno or 0, "give a directory that can be written")

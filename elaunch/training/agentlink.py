@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.wire import worker
 from elaunch.wire.local import LONGEST, LocalChannel, Message, Received, Requester, connect
 from elaunch.wire.progress import ProgressPage
@@ -71,11 +71,11 @@ class AgentLink:
         self._send(self._first, [self._page.fd])
         self._thread.start()
 
-    def listens(self) -> None:
+    def report_listening(self) -> None:
         """Report to the agent that the script asks should_preempt()."""
         self._send({"op": "listens"})
 
-    def heard(self, notice: worker.Notice) -> None:
+    def report_notice(self, notice: worker.Notice) -> None:
         """Report to the agent a notice that did not come from it."""
         self._send({"op": "heard", **worker.notice_to_json(notice)})
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, ContextError, PlacementError
-from elaunch.training.place import placement as placements
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch import placement as placements
+from elaunch.training.launch.placement import Placement
 from elaunch.training.stores.keystore import KeyStore
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
@@ -92,13 +92,13 @@ class DistributedContext:
         )
         numbers = {name: number for name, number in given.items() if number is not None}
         if not numbers:
-            self._place(placements.alone(os.environ))
+            self._take(placements.alone(os.environ))
             return
         if missing := [name for name in _NUMBERS if name not in numbers]:
             raise PlacementError(
                 f"{', '.join(missing)}: give all six numbers, or none for one rank"
             )
-        self._place(placements.explicit(numbers, chief_ip, chief_port, os.environ))
+        self._take(placements.explicit(numbers, chief_ip, chief_port, os.environ))
 
     @classmethod
     def from_environment(cls) -> DistributedContext:
@@ -144,10 +144,10 @@ class DistributedContext:
     def of(cls, placement: Placement) -> DistributedContext:
         """Return the context of a placement."""
         made = cls.__new__(cls)
-        made._place(placement)
+        made._take(placement)
         return made
 
-    def _place(self, placement: Placement) -> None:
+    def _take(self, placement: Placement) -> None:
         self.placement = placement
         self.rank, self.size = placement.rank, placement.size
         self.local_rank, self.local_size = placement.local_rank, placement.local_size

@@ -29,8 +29,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elaunch.errors import PlacementError, SamplerError
 from elaunch.training import permutation
+from elaunch.training.launch import placement
 from elaunch.training.permutation import Permutation
-from elaunch.training.place import placement
 
 _CHUNK = 1 << 13
 """Indices that are computed at once: they fit into the processor's cache."""
@@ -108,7 +108,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
     ) -> None:
         # torch's own constructor is not called: it would fix the epoch's length for good.
         if num_replicas is None or rank is None:
-            found_rank, found_size = _place()
+            found_rank, found_size = _rank_and_size()
             rank = found_rank if rank is None else rank
             num_replicas = found_size if num_replicas is None else num_replicas
         if not 0 <= rank < num_replicas:
@@ -197,8 +197,8 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         """
         first, left = self.offset + self.rank, len(self)
         for batch in range(worker * batch_size, left, workers * batch_size):
-            for place in range(batch, min(batch + batch_size, left)):
-                yield (first + place * self.num_replicas) % self.length
+            for at in range(batch, min(batch + batch_size, left)):
+                yield (first + at * self.num_replicas) % self.length
 
     def advance(self, batch_size: int) -> None:
         """Count a step: each rank has done ``batch_size`` samples more.
@@ -282,8 +282,8 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
                 f"{permutation.VERSION}: finish the epoch with the elaunch that saved it"
             )
         if other := [name for name in _SAME if state[name] != wanted[name]]:
-            told = ", ".join(f"{name} {state[name]} (here {wanted[name]})" for name in other)
-            raise SamplerError(f"the state is of other data: {told}")
+            differences = ", ".join(f"{name} {state[name]} (here {wanted[name]})" for name in other)
+            raise SamplerError(f"the state is of other data: {differences}")
         epoch, offset, padding = (state[name] for name in ("epoch", "offset", "padding"))
         numbers = all(type(value) is int for value in (epoch, offset, padding))
         if not numbers or not 0 <= offset <= self.length:
@@ -338,7 +338,7 @@ def _indices(sampler: ElasticDistributedSampler, offset: int, count: int) -> Ite
         yield from (order(places) if sampler.shuffle else places).tolist()
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Return rank and number of ranks, of torch's process group or else of the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -49,7 +49,7 @@ from elaunch.runs.record import (
     worker_is_alive,
 )
 from elaunch.runs.statedir import locked
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
@@ -97,13 +97,13 @@ class Tracking:
         run_id = ranks.broadcast(self._choose_id(found) if ranks.rank == 0 else None)
         self.run_id, self.run_id_given = run_id, _is_chosen(ranks.placement, run_id)
         pids = ranks.gather_local((ranks.rank, os.getpid()))
-        said: tuple[str, str] | None = None
+        opened: tuple[str, str] | None = None
         if pids is not None:
             try:
-                said = ("", str(self._open(found, run_id, pids).path))
+                opened = ("", str(self._open(found, run_id, pids).path))
             except (RunDirError, OSError) as error:
-                said = (str(error), "")
-        problem, path = ranks.broadcast_local(said)
+                opened = (str(error), "")
+        problem, path = ranks.broadcast_local(opened)
         if problem:
             raise RunDirError(problem)
         self._run = RunDir(Path(path))
@@ -155,10 +155,10 @@ class Tracking:
 
     def _open(self, found: RunDir | None, run_id: str, pids: Sequence[tuple[int, int]]) -> RunDir:
         """Return this node's directory with a record that says that all workers run."""
-        placed = self._distributed.placement
+        placement = self._distributed.placement
         if found is not None and self._goes_on(found, run_id):
             run, record = found, found.read_state()
-            reason = f"restarted by {placed.launcher}"
+            reason = f"restarted by {placement.launcher}"
             record["history"][-1]["ended_at"] = record["history"][-1]["ended_at"] or time.time()
         else:
             run, reason = create(run_id, os.environ), ""
@@ -168,12 +168,12 @@ class Tracking:
         now = time.time()
         record["state"], record["reason"], record["agent"] = "RUNNING", None, this_agent()
         record["ended_at"] = record["exit_code"] = None
-        record["round"] = record["restarts"]["used"] = placed.round
-        record["world_size"], record["nproc_per_node"] = placed.size, placed.local_size
+        record["round"] = record["restarts"]["used"] = placement.round
+        record["world_size"], record["nproc_per_node"] = placement.size, placement.local_size
         record["workers"] = [
             _worker(rank, local_rank, pid, now) for local_rank, (rank, pid) in enumerate(pids)
         ]
-        add_round(record, new_round(placed.round, reason or None))
+        add_round(record, new_round(placement.round, reason or None))
         run.write_state(record)
         self._pruning = threading.Thread(
             target=prune_for, args=(run, os.environ), name="prune", daemon=True
@@ -202,24 +202,24 @@ def _script_name() -> str:
     return Path(sys.argv[0] if sys.argv else "").stem.lstrip("-") or "python"
 
 
-def _given_id(placed: Placement, environ: Mapping[str, str]) -> str:
+def _given_id(placement: Placement, environ: Mapping[str, str]) -> str:
     """Return the run id that the launcher gives: torchrun's, or the number of Slurm's job.
 
     A job that is queued again keeps its number; what runs beside its first step is another run.
     """
-    if placed.launcher in ("torchrun", "explicit"):
-        return "" if placed.run_id == "none" else placed.run_id
+    if placement.launcher in ("torchrun", "explicit"):
+        return "" if placement.run_id == "none" else placement.run_id
     job = environ.get("SLURM_JOB_ID", "")
-    if placed.launcher not in ("mpi", "slurm") or not job:
+    if placement.launcher not in ("mpi", "slurm") or not job:
         return ""
     step = environ.get("SLURM_STEP_ID", "0")
-    return f"{job}-{step}" if placed.launcher == "slurm" and step != "0" else job
+    return f"{job}-{step}" if placement.launcher == "slurm" and step != "0" else job
 
 
-def _is_chosen(placed: Placement, run_id: str) -> bool:
+def _is_chosen(placement: Placement, run_id: str) -> bool:
     """Tell whether a person has chosen the id: torchrun makes one up, a UUID, without --rdzv-id."""
     made_up = re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id)
-    return placed.run_id == run_id and run_id != "none" and made_up is None
+    return placement.run_id == run_id and run_id != "none" and made_up is None
 
 
 def _starter(launcher: str) -> AgentRecord | None:
@@ -254,7 +254,7 @@ def _note_end(record: Record, error: BaseException | None) -> None:
         return  # a later round has begun
     _note_worker(own, *_ending(error))
     if error is not None and own["state"] == "FAILED" and record["state"] in LIVE_STATES:
-        _finish(record, "FAILED", own, f"rank {own['rank']} failed: {_words(error)}")
+        _finish(record, "FAILED", own, f"rank {own['rank']} failed: {_text_of(error)}")
     others = [worker for worker in workers if worker["state"] == "RUNNING"]
     for worker in others:
         if worker_is_alive(worker):
@@ -294,7 +294,7 @@ def _ending(error: BaseException | None) -> tuple[str, str, int]:
     return "FAILED", type(error).__name__, 1
 
 
-def _words(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exit code {error.code}"
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -118,14 +118,14 @@ def test_a_place_that_only_one_rank_has_lets_nobody_in(
 
     Else it would hand on, by its Unix socket, what a stranger has sent it. torchrun: any rank does.
     """
-    read = meeting.read_place
+    read = meeting.read_layout
 
     def forged(raw: bytes, me: RankRecord) -> Layout | str:
         layout = read(raw, me)
         assert isinstance(layout, Layout) and layout.here
         return replace(layout, here=False) if me.rank == 0 else layout
 
-    monkeypatch.setattr(meeting, "read_place", forged)
+    monkeypatch.setattr(meeting, "read_layout", forged)
     ranks = Ranks(host, 2, 1, machines=False)
 
     def work(rank: int) -> Any:

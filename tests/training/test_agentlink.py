@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import PageReader, ProgressPage
 from elaunch.wire.worker import WIRE, Notice
@@ -79,8 +79,8 @@ def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
     """In the order in which it did it, to the end."""
     link.start()
     agent.accept()
-    link.listens()
-    link.heard(Notice("node b leaves", "resize"))
+    link.report_listening()
+    link.report_notice(Notice("node b leaves", "resize"))
     link.ack("node b leaves", "resize")
     link.close()
     link.ack("after the end", "stop")
@@ -130,7 +130,7 @@ from pathlib import Path
 from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 place = Placement("elaunch", 0, 1, 0, 1, 0, 1, None, False, "job/0", "job", 0, "", None)
 link = AgentLink(Path(sys.argv[1]), ProgressPage(), place)
 link.start()
@@ -155,8 +155,8 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def go_on(link: AgentLink) -> None:
     """Do what a script does that goes on."""
     for _ in range(3):
-        link.listens()
-        link.heard(Notice("x"))
+        link.report_listening()
+        link.report_notice(Notice("x"))
         link.ack("x", "stop")
 
 
@@ -211,7 +211,7 @@ def test_an_agent_that_reads_nothing_does_not_hold_the_script_for_long(
     link.start()
     began = time.monotonic()
     for _ in range(20):
-        link.heard(Notice("x" * 100_000))
+        link.report_notice(Notice("x" * 100_000))
     assert time.monotonic() - began < 30
     assert len(warned(caplog)) == 1
     assert "does not read any more" in warned(caplog)[0]
@@ -318,7 +318,7 @@ def test_a_fork_says_nothing_in_its_parents_name(agent: Agent, link: AgentLink) 
         link.close()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    link.listens()
+    link.report_listening()
     assert agent.hear() == {"op": "listens"}
 
 

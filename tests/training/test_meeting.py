@@ -11,7 +11,7 @@ import pytest
 from elaunch.store.tcp import wire
 from elaunch.training.channel import meeting
 from elaunch.training.channel.meeting import Layout, RankRecord
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from tests.training.channelrig import PATIENCE, StoreHost
 
@@ -61,18 +61,20 @@ class World:
                 cost[:] = 0, 0
                 me = record_of(place)
                 if not shared or not ranks:
-                    line = store.line(until)
+                    line = store.connect(until)
                     stack.callback(line.close)
                 last = meeting.announce(line, place, me, until)
                 ranks.append((line, place, store, me, tuple(cost)))
             assert last
             cost[:] = 0, 0
-            meeting.place_all(line, size, me, until)
+            meeting.publish_layouts(line, size, me, until)
             self.all = cost[1]
             for line, place, store, me, before in ranks:
                 cost[:] = 0, 0
                 if me.rank < size - 1:
-                    layout = meeting.read_place(meeting.placed(line, place, store, me, until), me)
+                    layout = meeting.read_layout(
+                        meeting.await_layout(line, place, store, me, until), me
+                    )
                     assert isinstance(layout, Layout) and layout.size == size
                 self.costs.append((before[0] + cost[0], before[1] + cost[1]))
                 self.all += self.costs[-1][1]

@@ -32,7 +32,7 @@ OTHER: Final = "other"
 """The format of what nothing here can verify."""
 _ZIP: Final = b"PK"
 _OWN_NAMES: Final = frozenset({layout.RUN, layout.STAGE, layout.QUARANTINE})
-_TOLD: Final = 3
+_MOST: Final = 3
 """Incomplete checkpoints whose problems an error lists."""
 
 
@@ -58,7 +58,7 @@ def find_at(place: Location, content: bool = True) -> Checkpoint:
         raise CheckpointError(f"{place}: {explain(error, place)}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from None
-    reasons = [f"{one.path.name}: {one.reason}" for one in search.passed_over[:_TOLD]]
+    reasons = [f"{one.path.name}: {one.reason}" for one in search.passed_over[:_MOST]]
     raise CheckpointError(f"{place} holds no complete checkpoint{_listed(reasons)}")
 
 
@@ -142,4 +142,4 @@ def _at_url(url: str, content: bool) -> Checkpoint:
             reasons.append(f"{found.name}: {error}")
         else:
             return Checkpoint(found.place, found.step, own.FORMAT, found.round)
-    raise CheckpointError(f"{url} holds no complete checkpoint{_listed(reasons[:_TOLD])}")
+    raise CheckpointError(f"{url} holds no complete checkpoint{_listed(reasons[:_MOST])}")

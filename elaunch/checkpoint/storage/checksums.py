@@ -106,7 +106,9 @@ def crc32c() -> Extend | None:
     """Return what extends a CRC-32C by some bytes; None where that would be slow."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # that it is slow, which is told below
+            warnings.simplefilter(
+                "ignore", RuntimeWarning
+            )  # that it is slow: see the warning below
             import google_crc32c
     except ImportError:
         why = "is not installed"

@@ -66,8 +66,8 @@ class Objects:
             error.filename = error.filename or f"{self.url}/{path}"
             raise
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise OSError(errno.EIO, told, f"{self.url}/{path}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise OSError(errno.EIO, reason, f"{self.url}/{path}") from error
 
     def names(self, path: str = "") -> list[str]:
         """Return the names directly below a path; none if nothing is there."""

@@ -55,22 +55,22 @@ Content = tuple[int, str]  # size in bytes, checksum
 _T = TypeVar("_T")
 
 
-def merge_metadata(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def merge_metadata(of_ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the union of the ranks' metadata (rank → metadata); SaveError for a conflict."""
     conflicts: list[str] = []
-    merged = _merge({rank: parts[rank] for rank in sorted(parts)}, "", conflicts)
+    merged = _merge({rank: of_ranks[rank] for rank in sorted(of_ranks)}, "", conflicts)
     _refuse("the ranks' metadata contradict each other", conflicts)
     return merged
 
 
-def merge_files(parts: Mapping[int, Mapping[str, Content]]) -> dict[str, int]:
+def merge_files(of_ranks: Mapping[int, Mapping[str, Content]]) -> dict[str, int]:
     """Return path → the rank that keeps it; SaveError for a conflict.
 
-    ``parts``: rank → path → what it holds.
+    ``of_ranks``: rank → path → its content.
     """
     holders: dict[str, dict[int, Content]] = {}
-    for rank in sorted(parts):
-        for path, content in parts[rank].items():
+    for rank in sorted(of_ranks):
+        for path, content in of_ranks[rank].items():
             holders.setdefault(path, {})[rank] = content
     conflicts = [
         f"{path}: {_apart(ranks)}"
@@ -99,8 +99,10 @@ def _merge(values: Mapping[int, Mapping[str, Any]], above: str, into: list[str])
         groups = _equal(given)
         merged[key] = groups[0][0]
         if len(groups) > 1:
-            told = ", ".join(f"{_short(value)} ({text.ranks(ranks)})" for value, ranks in groups)
-            into.append(f"{name} is {told}")
+            values_given = ", ".join(
+                f"{_short(value)} ({text.ranks(ranks)})" for value, ranks in groups
+            )
+            into.append(f"{name} is {values_given}")
     return merged
 
 
@@ -125,8 +127,8 @@ def _same(one: object, other: object) -> bool:
 
 
 def _apart(ranks: Mapping[int, Content]) -> str:
-    told = [f"{size} bytes ({text.ranks(group)})" for (size, _), group in _equal(ranks)]
-    return f"different content: {', '.join(told)}"
+    sizes = [f"{size} bytes ({text.ranks(group)})" for (size, _), group in _equal(ranks)]
+    return f"different content: {', '.join(sizes)}"
 
 
 def _short(value: object) -> str:

@@ -30,14 +30,14 @@ from elaunch.training.channel.meeting import (
     meet,
 )
 from elaunch.training.channel.mesh import Broken, Expired, Mesh
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire import forks
 from elaunch.wire.progress import ProgressPage
 
 ASK_S: Final = 2.0
 """Seconds in which other ranks have to report what they do."""
-FIRST_WORD_S: Final = 0.5
+FIRST_REPORT_S: Final = 0.5
 """Seconds in which the rank where all entries meet is to report first which are missing."""
 CAUSE_FIRST_S: Final = 1.0
 """Seconds that a rank waits before it fails for the loss of another."""
@@ -139,12 +139,12 @@ class RankChannel:
         return [answers.get(rank, f"rank {rank} does not answer") for rank in ranks]
 
     def node_addrs(self) -> tuple[str, ...]:
-        """Return the nodes' addresses by node; raises as RoundStore.line."""
+        """Return the nodes' addresses by node; raises as RoundStore.connect."""
         if self.layout.nodes == 1:
             return ((self.layout.chief or self._me).addr,)
         until = time.monotonic() + ANSWER_S
-        with contextlib.closing(self._store.line(until)) as line:
-            return tuple(map(str, json.loads(line.get("addrs", until))))
+        with contextlib.closing(self._store.connect(until)) as connection:
+            return tuple(map(str, json.loads(connection.get("addrs", until))))
 
     def close(self) -> None:
         """Send bye to the neighbours, and free everything; may be called twice, and from anywhere.
@@ -224,9 +224,9 @@ class RankChannel:
             until = time.monotonic() + ANSWER_S
             with (
                 contextlib.suppress(CollectiveError, ContextError, PlacementError),
-                contextlib.closing(self._store.line(until)) as line,
+                contextlib.closing(self._store.connect(until)) as connection,
             ):
-                self._known |= {m.rank: m for m in look_up(line, unknown, until)}
+                self._known |= {m.rank: m for m in look_up(connection, unknown, until)}
         return [self._known[rank] for rank in wanted if rank in self._known]
 
     def _name_of(self, rank: int) -> str:
@@ -237,7 +237,7 @@ class RankChannel:
         assert self._mesh is not None
         if exchange.problem is not None:
             self._fail(call, "other", f"{call}: {exchange.problem}", ())
-        if self._me.rank != exchange.ranks[0] and (end := self._mesh.settle(FIRST_WORD_S)):
+        if self._me.rank != exchange.ranks[0] and (end := self._mesh.settle(FIRST_REPORT_S)):
             self._fail(call, end.error, end.text, end.missing)
         others = self._members([rank for rank in exchange.ranks if rank != self._me.rank])
         missing = [a for a in self._ask(others, time.monotonic() + ASK_S) if a.lacks(call)]
@@ -253,13 +253,13 @@ class RankChannel:
 
         It may have ended since, and would be taken for one of those that did not come.
         """
-        node = self.layout.place if call.scope == "local" else "all"
+        node = self.layout.position if call.scope == "local" else "all"
         key = f"expired/{node}/{call.number}"
         until = time.monotonic() + ASK_S
         verdict = json.dumps(asdict(own)).encode()
         try:
-            with contextlib.closing(self._store.line(until)) as line:
-                found = json.loads(line.put_first(key, verdict, until))
+            with contextlib.closing(self._store.connect(until)) as connection:
+                found = json.loads(connection.put_first(key, verdict, until))
             return Absentees(str(found["text"]), tuple(found["missing"]))
         except (CollectiveError, ContextError, ValueError, TypeError, KeyError):
             return own

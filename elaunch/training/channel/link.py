@@ -166,15 +166,15 @@ class Parser:
     def _parse(self) -> list[Frame]:
         done: list[Frame] = []
         while True:
-            self._place()
+            self._take_received()
             if self._frame is not None and not self._missing:
                 done.append(self._frame)
                 self._frame = None
             if self._left or not self._begin(done):
                 return done
 
-    def _place(self) -> None:
-        """Put what was received of the objects where it belongs."""
+    def _take_received(self) -> None:
+        """Copy the bytes of objects that were received with a head into the objects' memory."""
         at = 0
         while self._left and at < len(self._received):
             count = min(self._left, len(self._room[0]), len(self._received) - at)

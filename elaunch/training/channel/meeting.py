@@ -40,7 +40,7 @@ from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.hosts import is_loopback, source
 from elaunch.text import ranks
 from elaunch.training.channel.listener import Listener
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from elaunch.wire.stream import session_key
 
@@ -76,7 +76,7 @@ class RankRecord:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     def listed(self) -> str:
-        """Return the record as it stands in the places of others: its values alone."""
+        """Return the record as it stands in the layouts of others: its values alone."""
         return json.dumps(list(vars(self).values()), separators=(",", ":"))
 
     def packed(self) -> bytes:
@@ -109,7 +109,7 @@ def machine_identity() -> str:
 class Layout:
     """How this rank is connected, of ``size`` ranks on ``nodes`` nodes.
 
-    Nodes are in the order of the tree, rank 0's first; this one is number ``place`` and has
+    Nodes are in the order of the tree, rank 0's first; this one is at ``position`` and has
     ``ranks``, its chief's first. ``here``: all ranks are on this machine. ``chief`` is None on a
     chief; ``local`` are the other ranks of a chief's node; ``parent`` and ``below`` are its
     neighbours in the tree of chiefs.
@@ -118,7 +118,7 @@ class Layout:
     me: RankRecord
     size: int
     nodes: int
-    place: int
+    position: int
     here: bool
     ranks: tuple[int, ...]
     chief: RankRecord | None
@@ -148,31 +148,31 @@ def in_nodes(members: Sequence[RankRecord]) -> list[list[RankRecord]]:
     return nodes
 
 
-def places(nodes: Sequence[Sequence[RankRecord]]) -> dict[int, bytes]:
-    """Return the place of each rank as it is stored; ``nodes`` as of :func:`in_nodes`."""
+def layouts(nodes: Sequence[Sequence[RankRecord]]) -> dict[int, bytes]:
+    """Return the layout of each rank as it is stored; ``nodes`` as of :func:`in_nodes`."""
     chiefs = [node[0].listed() for node in nodes]
     here = len({node[0].machine for node in nodes}) == 1
     size = sum(map(len, nodes))
     found = {}
-    for place, node in enumerate(nodes):
+    for position, node in enumerate(nodes):
         ranks_here = json.dumps([member.rank for member in node])
         same = (
-            f'{{"size":{size},"nodes":{len(nodes)},"place":{place},'
+            f'{{"size":{size},"nodes":{len(nodes)},"place":{position},'
             f'"here":{json.dumps(here)},"ranks":{ranks_here}'
         )
         local = ",".join(member.listed() for member in node[1:])
-        parent = chiefs[(place - 1) // 2] if place else "null"
-        below = ",".join(chiefs[2 * place + 1 : 2 * place + 3])
+        parent = chiefs[(position - 1) // 2] if position else "null"
+        below = ",".join(chiefs[2 * position + 1 : 2 * position + 3])
         for member in node[1:]:
-            text = f'{same},"chief":{chiefs[place]},"local":[],"parent":null,"below":[]}}'
+            text = f'{same},"chief":{chiefs[position]},"local":[],"parent":null,"below":[]}}'
             found[member.rank] = text.encode()
         text = f'{same},"chief":null,"local":[{local}],"parent":{parent},"below":[{below}]}}'
         found[node[0].rank] = text.encode()
     return found
 
 
-def read_place(raw: bytes, me: RankRecord) -> Layout | str:
-    """Return the place of ``me``, or why there is none; PlacementError for what is none."""
+def read_layout(raw: bytes, me: RankRecord) -> Layout | str:
+    """Return the layout of ``me``, or why there is none; PlacementError for what is none."""
     try:
         fields = json.loads(raw)
         problem = fields.get("problem")
@@ -182,7 +182,8 @@ def read_place(raw: bytes, me: RankRecord) -> Layout | str:
             fields[name] = None if fields[name] is None else RankRecord(*fields[name])
         for name in ("local", "below"):
             fields[name] = tuple(RankRecord(*one) for one in fields[name])
-        layout = Layout(me, **{**fields, "ranks": tuple(fields["ranks"])})
+        position, ranks_here = fields.pop("place"), tuple(fields["ranks"])
+        layout = Layout(me, position=position, **{**fields, "ranks": ranks_here})
     except (ValueError, TypeError, KeyError, AttributeError):
         raise PlacementError(f"the place of {me} cannot be read: {raw[:80]!r}") from None
     elsewhere = [m for m in layout.known if layout.here and m.machine != me.machine]
@@ -208,7 +209,7 @@ def _check(node: list[RankRecord]) -> None:
 
 @dataclass(frozen=True)
 class Met:
-    """This rank's place among the ranks of the job, and the key of this context.
+    """This rank's layout, and the key of this context.
 
     ``shared``: only processes of this job have the key, or can connect; pickles are trusted.
     """
@@ -227,8 +228,8 @@ def meet(
     CollectiveTimeout at ``until`` (monotonic clock) that names those that have not come, and
     PlacementError where no other machine can reach this one.
     """
-    with contextlib.closing(store.line(until)) as line:
-        addr = placement.addr or line.local_addr
+    with contextlib.closing(store.connect(until)) as connection:
+        addr = placement.addr or connection.local_addr
         listener.bind(_listening_host(placement, addr))
         me = RankRecord(
             rank=placement.rank,
@@ -243,17 +244,21 @@ def meet(
             addr_given=bool(placement.addr),
             port=listener.port,
         )
-        return _exchange(line, placement, store, me, until)
+        return _exchange(connection, placement, store, me, until)
 
 
 def _exchange(
-    line: StoreConnection, placement: Placement, store: RoundStore, me: RankRecord, until: float
+    connection: StoreConnection,
+    placement: Placement,
+    store: RoundStore,
+    me: RankRecord,
+    until: float,
 ) -> Met:
-    if announce(line, placement, me, until):
-        raw = place_all(line, placement.size, me, until)
+    if announce(connection, placement, me, until):
+        raw = publish_layouts(connection, placement.size, me, until)
     else:
-        raw = placed(line, placement, store, me, until)
-    layout = read_place(raw, me)
+        raw = await_layout(connection, placement, store, me, until)
+    layout = read_layout(raw, me)
     if isinstance(layout, str):
         raise PlacementError(layout)
     if placement.secret is not None:
@@ -261,54 +266,60 @@ def _exchange(
     # Without a secret only the kernel knows who is at the other end, of Unix sockets. A rank that
     # sees it otherwise, since records were forged, has another key, and is not let in.
     ways = "Unix sockets alone" if layout.here else "any way"
-    key = session_key(line.get("key", until), f"{store.prefix} by {ways}")
+    key = session_key(connection.get("key", until), f"{store.prefix} by {ways}")
     return Met(layout, key, layout.here)
 
 
-def announce(line: StoreConnection, placement: Placement, me: RankRecord, until: float) -> bool:
-    """Write this rank's record; whether it is the last one, which places all."""
+def announce(
+    connection: StoreConnection, placement: Placement, me: RankRecord, until: float
+) -> bool:
+    """Write this rank's record; return whether it is the last, which makes all layouts."""
     if me.rank == 0 and placement.secret is None:
-        line.put("key", secrets.token_bytes(32), until)
-    line.put(f"rank/{me.rank}", me.packed(), until)
-    return line.add("ranks", 1, until) == placement.size
+        connection.put("key", secrets.token_bytes(32), until)
+    connection.put(f"rank/{me.rank}", me.packed(), until)
+    return connection.add("ranks", 1, until) == placement.size
 
 
-def placed(
-    line: StoreConnection, placement: Placement, store: RoundStore, me: RankRecord, until: float
+def await_layout(
+    connection: StoreConnection,
+    placement: Placement,
+    store: RoundStore,
+    me: RankRecord,
+    until: float,
 ) -> bytes:
-    """Return what the last rank has written of this one's place."""
+    """Return this rank's layout, as the last rank has written it."""
     for key in (f"place/{me.rank}", f"placed/{me.rank}"):
-        if not line.wait(key, until):
+        if not connection.wait(key, until):
             names = [f"rank/{rank}" for rank in range(placement.size)]
-            raise _missing(me, line.multi_get(names, time.monotonic() + ANSWER_S), store)
-        raw = line.get(key, until)
+            raise _missing(me, connection.multi_get(names, time.monotonic() + ANSWER_S), store)
+        raw = connection.get(key, until)
         if not raw.startswith(TOWARDS):
             break
         addr = _address_towards(raw[len(TOWARDS) :].decode().split(","))
-        line.put(f"outer/{me.rank}", addr.encode() or b"-", until)
+        connection.put(f"outer/{me.rank}", addr.encode() or b"-", until)
     return raw
 
 
-def place_all(line: StoreConnection, size: int, me: RankRecord, until: float) -> bytes:
-    """Send every rank its place, and return that of this one, which has come last."""
+def publish_layouts(connection: StoreConnection, size: int, me: RankRecord, until: float) -> bytes:
+    """Write every other rank's layout; return that of this one, which has come last."""
     asked: list[int] = []
     try:
-        members = look_up(line, range(size), until)
-        nodes = in_nodes(_reachable(line, me, members, asked, until))
-        found = places(nodes)
+        members = look_up(connection, range(size), until)
+        nodes = in_nodes(_reachable(connection, me, members, asked, until))
+        found = layouts(nodes)
     except PlacementError as error:
         problem = json.dumps({"problem": str(error)}).encode()
         nodes, found = [], dict.fromkeys(range(size), problem)
     chiefs = sorted((node[0] for node in nodes), key=lambda chief: chief.node)
-    line.put("addrs", json.dumps([chief.addr for chief in chiefs]).encode(), until)
+    connection.put("addrs", json.dumps([chief.addr for chief in chiefs]).encode(), until)
     keys = {rank: f"placed/{rank}" if rank in asked else f"place/{rank}" for rank in found}
-    line.multi_put([(keys[rank], found[rank]) for rank in found if rank != me.rank], until)
+    connection.multi_put([(keys[rank], found[rank]) for rank in found if rank != me.rank], until)
     return found[me.rank]
 
 
-def look_up(line: StoreConnection, wanted: Sequence[int], until: float) -> list[RankRecord]:
+def look_up(connection: StoreConnection, wanted: Sequence[int], until: float) -> list[RankRecord]:
     """Return the records of ranks that have come; PlacementError for what is none."""
-    records = line.multi_get([f"rank/{rank}" for rank in wanted], until)
+    records = connection.multi_get([f"rank/{rank}" for rank in wanted], until)
     return [read_member(raw, rank) for rank, raw in zip(wanted, records, strict=True)]
 
 
@@ -335,7 +346,7 @@ def _listening_host(placement: Placement, addr: str) -> str | None:
 
 
 def _reachable(
-    line: StoreConnection,
+    connection: StoreConnection,
     me: RankRecord,
     members: list[RankRecord],
     asked: list[int],
@@ -356,9 +367,9 @@ def _reachable(
             found[me.rank] = _address_towards(addrs) or "-"
             continue
         asked.append(member.rank)
-        line.put(f"place/{member.rank}", TOWARDS + ",".join(addrs).encode(), until)
+        connection.put(f"place/{member.rank}", TOWARDS + ",".join(addrs).encode(), until)
     for member in inner:
-        addr = found.setdefault(member.rank, "") or _outer(line, member, until)
+        addr = found.setdefault(member.rank, "") or _outer(connection, member, until)
         if addr == "-":
             raise PlacementError(
                 f"{member} is known by the loopback address {member.addr} only, and ranks on "
@@ -366,14 +377,14 @@ def _reachable(
             )
         found[member.rank] = addr
     outer = [replace(m, addr=found[m.rank]) for m in inner]
-    line.multi_put([(f"rank/{m.rank}", m.packed()) for m in outer], until)
+    connection.multi_put([(f"rank/{m.rank}", m.packed()) for m in outer], until)
     return [replace(m, addr=found.get(m.rank, m.addr)) for m in members]
 
 
-def _outer(line: StoreConnection, member: RankRecord, until: float) -> str:
-    if not line.wait(f"outer/{member.rank}", until):
+def _outer(connection: StoreConnection, member: RankRecord, until: float) -> str:
+    if not connection.wait(f"outer/{member.rank}", until):
         raise CollectiveTimeout(f"{member} does not say its address", (member.rank,))
-    return line.get(f"outer/{member.rank}", until).decode()
+    return connection.get(f"outer/{member.rank}", until).decode()
 
 
 def _address_towards(addrs: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Location, Storage
     from elaunch.training.agentlink import AgentLink
     from elaunch.training.distributed import DistributedContext
-    from elaunch.training.place.info import Info
+    from elaunch.training.launch.info import Info
 
 log = logging.getLogger("elaunch")
 

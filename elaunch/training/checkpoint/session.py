@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from elaunch.training.agentlink import AgentLink
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
-    from elaunch.training.place.info import Info
+    from elaunch.training.launch.info import Info
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage
 

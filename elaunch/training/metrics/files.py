@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from elaunch.runs.statedir import locked, replace_file
-from elaunch.training.metrics.history import Beginning, parsed, place_of, written
+from elaunch.training.metrics.history import Beginning, parsed, row_key, written
 
 ROWS: Final = "metrics.jsonl"
 SUPERSEDED: Final = "metrics.superseded.jsonl"
@@ -33,7 +33,7 @@ class MetricFiles:
         self.path = directory / ROWS
         self._directory = directory
         self._round = round
-        self._said: Beginning | None = None
+        self._noted: Beginning | None = None
         self._resume_step = resume_step
 
     def append(self, lines: bytes, first: dict[str, int]) -> None:
@@ -42,10 +42,10 @@ class MetricFiles:
         Raises OSError when they cannot be written; then none of them is. Blocks while another rank
         of this node writes.
         """
-        told = Beginning(self._resume_step, first)
+        beginning = Beginning(self._resume_step, first)
         with locked(self._directory / LOCK):
-            if self._said is None or self._said.joined(told) != self._said:
-                self._begin(told)
+            if self._noted is None or self._noted.joined(beginning) != self._noted:
+                self._begin(beginning)
             _append(self.path, lines)
 
     def sync(self) -> None:
@@ -57,18 +57,18 @@ class MetricFiles:
             finally:
                 os.close(fd)
 
-    def _begin(self, told: Beginning) -> None:
+    def _begin(self, beginning: Beginning) -> None:
         """Note where this round began, as far as its ranks here have reported, and supersede."""
         path = self._directory / ROUNDS
         known = read_rounds(path)
         before = known.get(self._round)
-        begun = told if before is None else before.joined(told)
-        if self._said is not None:
-            begun = begun.joined(self._said)
+        begun = beginning if before is None else before.joined(beginning)
+        if self._noted is not None:
+            begun = begun.joined(self._noted)
         if begun != before:
             self._supersede(begun)
             replace_file(path, written({**known, self._round: begun}))
-        self._said = begun
+        self._noted = begun
 
     def _supersede(self, begun: Beginning) -> None:
         """Take the rows of earlier rounds that ``begun`` makes void out of ``metrics.jsonl``."""
@@ -88,10 +88,10 @@ class MetricFiles:
         void: list[bytes] = []
         size, moved = 0, False
         for line in rows:
-            place = place_of(line)
-            if place is None or place.round >= self._round or not line.endswith(b"\n"):
+            key = row_key(line)
+            if key is None or key.round >= self._round or not line.endswith(b"\n"):
                 kept.write(line)
-            elif begun.supersedes(place.group, place.step):
+            elif begun.supersedes(key.group, key.step):
                 void.append(line)
                 size += len(line)
             else:

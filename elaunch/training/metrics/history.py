@@ -25,13 +25,13 @@ VALIDATION: Final = "validation"
 FROM_NOTHING: Final = -1
 """The step of a round that is known to have begun without a checkpoint."""
 
-_PLACE: Final = re.compile(
+_KEY: Final = re.compile(
     rb'\{"group":("(?:[^"\\]|\\.)*"),"steps_completed":(\d+),"round":(\d+),"rank":(\d+),"time":'
 )
 
 
-class RowPlace(NamedTuple):
-    """Where a row belongs. There may be millions: a tuple is made in a third of the time."""
+class RowKey(NamedTuple):
+    """What a row is of. There may be millions: a tuple is made in a third of the time."""
 
     group: str
     step: int
@@ -61,12 +61,12 @@ class Beginning:
     @cached_property
     def resumed_step(self) -> int | None:
         """Return the last step that this round did not do; None where it is not known."""
-        told = [] if self.resume_step is None else [self.resume_step]
+        steps = [] if self.resume_step is None else [self.resume_step]
         if TRAINING in self.first:
-            told.append(self.first[TRAINING] - 1)
+            steps.append(self.first[TRAINING] - 1)
         if VALIDATION in self.first:
-            told.append(self.first[VALIDATION])
-        return min(told, default=None)
+            steps.append(self.first[VALIDATION])
+        return min(steps, default=None)
 
     def joined(self, other: Beginning) -> Beginning:
         """Return the beginning that two reporters of one round make together.
@@ -82,13 +82,13 @@ class Beginning:
         return Beginning(min(steps, default=None), first)
 
 
-def place_of(line: bytes) -> RowPlace | None:
-    """Return where a line of ``metrics.jsonl`` belongs; None for what is no row."""
-    found = _PLACE.match(line)
+def row_key(line: bytes) -> RowKey | None:
+    """Return what a line of ``metrics.jsonl`` is of; None for what is no row."""
+    found = _KEY.match(line)
     if found is None:
         return None
     group, step, round, rank = found.groups()
-    return RowPlace(_group(group), int(step), int(round), int(rank))
+    return RowKey(_group(group), int(step), int(round), int(rank))
 
 
 @lru_cache(maxsize=256)
@@ -96,10 +96,10 @@ def _group(raw: bytes) -> str:
     return str(json.loads(raw))
 
 
-def firsts(places: Iterable[tuple[str, int]]) -> dict[str, int]:
+def firsts(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return each group's smallest step."""
     found: dict[str, int] = {}
-    for group, step in places:
+    for group, step in rows:
         if step < found.get(group, step + 1):
             found[group] = step
     return found

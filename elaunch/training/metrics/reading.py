@@ -24,7 +24,7 @@ import msgspec
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, find, handle, is_live, run_id_of, runs_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
-from elaunch.training.metrics.history import Beginning, RowPlace, place_of
+from elaunch.training.metrics.history import Beginning, RowKey, row_key
 
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -35,7 +35,7 @@ class StoredRow(NamedTuple):
     There may be millions, so only what they are chosen by is taken out of the line beforehand.
     """
 
-    place: RowPlace
+    place: RowKey
     line: bytes
     superseded: bool
 
@@ -86,13 +86,13 @@ def read(runs: Sequence[RunDir]) -> MetricRows:
         # A writer that was killed while it moved rows has left them in both files.
         moved = set(_lines(start.path / SUPERSEDED))
         for line in _lines(start.path / ROWS):
-            place = place_of(line)
+            place = row_key(line)
             if place is None or not _is_json(line):
                 torn += 1
                 continue
             moved.discard(line)
             rows.append(StoredRow(place, line, void.takes(place)))
-        places = ((place_of(line), line) for line in moved)
+        places = ((row_key(line), line) for line in moved)
         rows += [StoredRow(place, line, True) for place, line in places if place is not None]
     rows.sort(key=_order)
     return MetricRows(tuple(rows), torn, tuple(start.path for start in starts))
@@ -123,7 +123,7 @@ class LaterRounds:
             self._known[round] = begun
         return begun.void_from(group)
 
-    def takes(self, place: RowPlace) -> bool:
+    def takes(self, place: RowKey) -> bool:
         """Tell whether the row of that place is superseded."""
         limit = self.void_from(place.round, place.group)
         return limit is not None and place.step >= limit

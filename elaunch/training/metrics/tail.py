@@ -22,7 +22,7 @@ import msgspec
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir
 from elaunch.training.metrics.files import ROWS
-from elaunch.training.metrics.history import place_of
+from elaunch.training.metrics.history import row_key
 from elaunch.training.metrics.reading import LaterRounds, decoded, later_rounds, starts_of
 from elaunch.training.metrics.rows import COLUMNS
 
@@ -30,7 +30,7 @@ CHUNK: Final = 1 << 20
 SEAM: Final = 256
 """Bytes before the end of a reading that have to be there still at the next one."""
 
-_place: Final = itemgetter("group", "round", "rank")
+_key: Final = itemgetter("group", "round", "rank")
 _decoder: Final = msgspec.json.Decoder(dict[str, Any])
 _BAD: Final = (KeyError, TypeError, OverflowError, ValueError)
 
@@ -133,28 +133,30 @@ def _chunks(path: Path, position: _Position) -> Iterator[bytes]:
 
 def _divided(rows: Sequence[dict[str, Any]], rounds: LaterRounds) -> Iterator[Columns]:
     """Yield the rows in columns, without those that are superseded; raise for what is no row."""
-    parts: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for place, names, row in zip(map(_place, rows), map(tuple, rows), rows, strict=True):
-        parts[place, names].append(row)
-    for ((group, round, rank), names), part in parts.items():
+    groups: defaultdict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for key, names, row in zip(map(_key, rows), map(tuple, rows), rows, strict=True):
+        groups[key, names].append(row)
+    for ((group, round, rank), names), members in groups.items():
         if type(group) is not str or type(round) is not int or type(rank) is not int:
             raise TypeError("a row is of a group, a round and a rank")
         limit = rounds.void_from(round, group)
-        steps = array("d", map(itemgetter("steps_completed"), part))
+        steps = array("d", map(itemgetter("steps_completed"), members))
         if limit is not None and max(steps) >= limit:
-            part = [row for row in part if row["steps_completed"] < limit]
-            steps = array("d", map(itemgetter("steps_completed"), part))
-        times = array("d", map(itemgetter("time"), part))
-        values = {name: list(map(itemgetter(name), part)) for name in names if name not in COLUMNS}
+            members = [row for row in members if row["steps_completed"] < limit]
+            steps = array("d", map(itemgetter("steps_completed"), members))
+        times = array("d", map(itemgetter("time"), members))
+        values = {
+            name: list(map(itemgetter(name), members)) for name in names if name not in COLUMNS
+        }
         yield Columns(group, rank, steps, times, values)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """Return the values of a line; None for what is no row, or has a time that is no number."""
-    place = place_of(line)
+    key = row_key(line)
     try:
         values = decoded(line)
         array("d", (values["steps_completed"], values["time"]))
     except (*_BAD, RecursionError):
         return None
-    return None if place is None else values
+    return None if key is None else values

@@ -38,7 +38,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.stores.connection import SteadyLine
+from elaunch.training.stores.connection import SteadyConnection
 from elaunch.training.stores.roundstore import StoreConnection
 from elaunch.wire.worker import KINDS, Notice, notice_to_json, seconds_of
 
@@ -117,8 +117,8 @@ class Agreement:
         self._lock = threading.Lock()
         self._count: CallCount | None = None
         self._until: float | None = None
-        self._announcing = SteadyLine(distributed.round_store, PATIENCE_S)
-        self._watching = SteadyLine(distributed.round_store, math.inf)
+        self._announcing = SteadyConnection(distributed.round_store, PATIENCE_S)
+        self._watching = SteadyConnection(distributed.round_store, math.inf)
         self._announcer = _thread(self._announce, "elaunch-preempt")
         self._watcher = _thread(self._watch, "elaunch-preempt-watch")
 
@@ -152,9 +152,9 @@ class Agreement:
 
     def late(self, stage: Stage, call: int, timeout: float) -> CollectiveError:
         """Return the error for a stage that lasts ``timeout`` s: it names the ranks that lack."""
-        line = SteadyLine(self._distributed.round_store, patience=0.0)
+        connection = SteadyConnection(self._distributed.round_store, patience=0.0)
         try:
-            board = PreemptBoard(line, self._distributed)
+            board = PreemptBoard(connection, self._distributed)
             missing, counts = board.absent(stage), board.counts()
         except CollectiveError as error:
             return CollectiveTimeout(
@@ -162,7 +162,7 @@ class Agreement:
                 f"cannot be told: {error}"
             )
         finally:
-            line.close()
+            connection.close()
         if not missing:
             return CollectiveTimeout(
                 f"should_preempt(#{call}): all ranks came, but later than within {timeout:g} s"
@@ -265,9 +265,9 @@ class Agreement:
             return self._count
 
     def _sign_off(self, calls: int, seconds: float) -> None:
-        line = SteadyLine(self._distributed.round_store, 0.0, seconds)
+        connection = SteadyConnection(self._distributed.round_store, 0.0, seconds)
         try:
-            board = PreemptBoard(line, self._distributed)
+            board = PreemptBoard(connection, self._distributed)
             board.stand(self._first_count(CallCount(calls, closed=True)))
             board.arrive()
             if self._distributed.placement.hosts_store and self._received is not None:
@@ -275,7 +275,7 @@ class Agreement:
         except CollectiveError as error:
             log.debug("this rank could not report its end to the others: %s", error)
         finally:
-            line.close()
+            connection.close()
 
 
 class PreemptBoard:
@@ -284,19 +284,21 @@ class PreemptBoard:
     Every method raises CollectiveError when the store cannot be reached.
     """
 
-    def __init__(self, line: SteadyLine, distributed: DistributedContext) -> None:
-        self._line = line
+    def __init__(self, connection: SteadyConnection, distributed: DistributedContext) -> None:
+        self._connection = connection
         self._rank = distributed.rank
         self._size = distributed.size
 
     def announce(self, notice: Notice) -> None:
         """Publish ``notice`` to every rank, if there is none yet."""
         value = _packed(notice_to_json(notice))
-        self._line.run(lambda line, until: line.put_first(NOTICE, value, until))
+        self._connection.run(lambda connection, until: connection.put_first(NOTICE, value, until))
 
     def notice(self) -> Notice:
         """Return the notice that there is."""
-        return _notice(_fields(self._line.run(lambda line, until: line.get(NOTICE, until))))
+        return _notice(
+            _fields(self._connection.run(lambda connection, until: connection.get(NOTICE, until)))
+        )
 
     def stand(self, count: CallCount) -> None:
         """Publish how often this rank had called; the last rank to do so publishes the call."""
@@ -316,11 +318,13 @@ class PreemptBoard:
 
     def complete(self, stage: Stage, until: float) -> bool:
         """Wait until all ranks have come to ``stage``, at the longest until ``until``."""
-        return self._line.await_key(f"preempt/{stage}/all", until)
+        return self._connection.await_key(f"preempt/{stage}/all", until)
 
     def agreed(self) -> Agreed:
         """Return what was agreed on; for when stage "at" is complete."""
-        fields = _fields(self._line.run(lambda line, until: line.get("preempt/at/all", until)))
+        fields = _fields(
+            self._connection.run(lambda connection, until: connection.get("preempt/at/all", until))
+        )
         return Agreed(_whole(fields.get("call")), _notice(fields))
 
     def counts(self) -> list[CallCount | None]:
@@ -334,23 +338,23 @@ class PreemptBoard:
     def _enter(self, stage: Stage, value: bytes, complete: Callable[[list[bytes]], bytes]) -> bool:
         """Come to a stage; the last rank completes it. Return whether this one was the last."""
 
-        def exchange(line: StoreConnection, until: float) -> int:
-            line.put(f"preempt/{stage}/{self._rank}", value, until)
-            return line.add(f"preempt/{stage}/count", 1, until)
+        def exchange(connection: StoreConnection, until: float) -> int:
+            connection.put(f"preempt/{stage}/{self._rank}", value, until)
+            return connection.add(f"preempt/{stage}/count", 1, until)
 
-        if self._line.run(exchange) < self._size:
+        if self._connection.run(exchange) < self._size:
             return False
         values = self._all_of(stage)
         if not all(values):
             return False  # the count is too high; the last one is yet to come
         outcome = complete(values)
         key = f"preempt/{stage}/all"
-        self._line.run(lambda line, until: line.put_first(key, outcome, until))
+        self._connection.run(lambda connection, until: connection.put_first(key, outcome, until))
         return True
 
     def _all_of(self, stage: Stage) -> list[bytes]:
         keys = [f"preempt/{stage}/{rank}" for rank in range(self._size)]
-        return self._line.run(lambda line, until: line.multi_get(keys, until))
+        return self._connection.run(lambda connection, until: connection.multi_get(keys, until))
 
 
 def _thread(run: Callable[[], None], name: str) -> threading.Thread:

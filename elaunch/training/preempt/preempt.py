@@ -69,7 +69,7 @@ class PreemptContext:
         self._pending: Notice | None = _NOT_ASKED
         self._notice: Notice | None = None
         self._asked = False
-        self._told = False
+        self._returned_true = False
         self._acknowledged = False
         self._closed = False
         self._pid = 0
@@ -147,7 +147,7 @@ class PreemptContext:
         Raises:
             ContextError: should_preempt() has not returned True on this rank.
         """
-        if not self._told:
+        if not self._returned_true:
             raise ContextError(
                 "acknowledge_preemption_signal() was called, but should_preempt() has not returned "
                 "True on this rank: there is nothing to acknowledge"
@@ -223,16 +223,16 @@ class PreemptContext:
             return False  # a fork of the rank's process: it receives no notice
         if not self._asked and not self._is_pending_at_first():
             return False
-        if not self._told:
-            self._told = self._settle(call, timeout)
-        if self._told and auto_ack and not self._acknowledged:
+        if not self._returned_true:
+            self._returned_true = self._settle(call, timeout)
+        if self._returned_true and auto_ack and not self._acknowledged:
             self.acknowledge_preemption_signal()
-        return self._told
+        return self._returned_true
 
     def _is_pending_at_first(self) -> bool:
         self._asked = True
         if self._link is not None:
-            self._link.listens()
+            self._link.report_listening()
         # A notice may come between any two of these lines; _take() writes _notice first.
         self._pending = None
         notice = self._notice
@@ -285,7 +285,7 @@ class PreemptContext:
             # A node that leaves is none that this node's agent limits its own workers for.
             self._ended_at = time.monotonic() + notice.grace
         if self._link is not None:
-            self._link.heard(notice)
+            self._link.report_notice(notice)
 
     def _restore_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -25,7 +25,7 @@ AGAIN_S: Final = 0.2
 Answer = TypeVar("Answer")
 
 
-class SteadyLine:
+class SteadyConnection:
     """One thread's connection to the round's store; any thread may cut it.
 
     Every method raises CollectiveError when the store could not be reached for ``patience`` seconds
@@ -41,17 +41,17 @@ class SteadyLine:
         self._store = store
         self._opening = OPEN_S if seconds is None else seconds
         self._answer = ANSWER_S if seconds is None else seconds
-        self._line: StoreConnection | None = None
+        self._connection: StoreConnection | None = None
         self._lock = threading.Lock()
         self._cut = threading.Event()
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection, as far as is known."""
-        return self._line is not None
+        return self._connection is not None
 
     def run(self, exchange: Callable[[StoreConnection, float], Answer]) -> Answer:
-        """Call ``exchange(line, until)`` and return its answer.
+        """Call ``exchange(connection, until)`` and return its answer.
 
         If the connection breaks meanwhile it is called again with a new one: it must bear to be
         done twice, also in part.
@@ -82,30 +82,30 @@ class SteadyLine:
         """Wake the thread that uses it, for good; from any thread."""
         with self._lock:
             self._cut.set()
-            if self._line is not None:
-                self._line.cut()
+            if self._connection is not None:
+                self._connection.cut()
 
     def close(self) -> None:
         """Free the connection; only the thread that uses it may."""
         with self._lock:
-            line, self._line = self._line, None
-        if line is not None:
-            line.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _wait(self, key: str, until: float) -> bool:
-        return self.run(lambda line, _: line.wait(key, until))
+        return self.run(lambda connection, _: connection.wait(key, until))
 
     def _opened(self, give_up: float | None) -> StoreConnection:
-        if self._line is None:
+        if self._connection is None:
             until = time.monotonic() + self._opening
             try:
-                line = self._store.line(until if give_up is None else min(until, give_up))
+                connection = self._store.connect(until if give_up is None else min(until, give_up))
             except ContextError as error:  # this side has closed it
                 self._cut.set()
                 raise PeerLost(str(error)) from error
             with self._lock:
-                self._line = line
+                self._connection = connection
             self.lost = False
         if self._cut.is_set():
             raise PeerLost("this rank's connection to the round's store was closed meanwhile")
-        return self._line
+        return self._connection

@@ -142,41 +142,41 @@ class KeyStore:
         if self._alone is not None:
             yield self._alone, until
             return
-        line = self._line(until)
+        connection = self._connection(until)
         try:
-            yield line, until
+            yield connection, until
         except (CollectiveTimeout, PeerLost):
-            line.close()
+            connection.close()
             raise
         except ContextError:
-            self._give_back(line)
+            self._give_back(connection)
             raise
-        self._give_back(line)
+        self._give_back(connection)
 
-    def _line(self, until: float) -> StoreConnection:
+    def _connection(self, until: float) -> StoreConnection:
         """Return a connection that works: one that has rested may have been dropped on the way."""
         with self._lock:
-            line = self._free.pop() if self._free else None
-        if line is not None:
+            connection = self._free.pop() if self._free else None
+        if connection is not None:
             try:
-                line.get(PREFIX, min(until, time.monotonic() + ASK_S))
-                return line
+                connection.get(PREFIX, min(until, time.monotonic() + ASK_S))
+                return connection
             except (CollectiveTimeout, PeerLost):
-                line.close()
-        return self._rounds.line(until)
+                connection.close()
+        return self._rounds.connect(until)
 
-    def _give_back(self, line: StoreConnection) -> None:
+    def _give_back(self, connection: StoreConnection) -> None:
         with self._lock:
-            self._free.append(line)
+            self._free.append(connection)
 
     def _nobody(self, key: str, seconds: float) -> CollectiveTimeout:
         me, size = self._distributed.rank, self._distributed.size
         others = [rank for rank in range(size) if rank != me]
-        said = self._distributed.describe(others[:MOST_NAMED], time.monotonic() + ASK_S)
+        others_do = self._distributed.describe(others[:MOST_NAMED], time.monotonic() + ASK_S)
         if len(others) > MOST_NAMED:
-            said.append(f"and {len(others) - MOST_NAMED} more")
+            others_do.append(f"and {len(others) - MOST_NAMED} more")
         text = f"store.get({key!r}): no rank has set it within {seconds:g} s"
-        why = "; ".join(said) or "this is the only one"
+        why = "; ".join(others_do) or "this is the only one"
         return CollectiveTimeout(f"{text}: {why}", tuple(others))
 
 

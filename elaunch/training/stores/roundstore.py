@@ -22,7 +22,7 @@ from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, Pee
 from elaunch.store.tcp import connection as tcpline
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.wire import forks
 
 PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
@@ -121,7 +121,7 @@ class StoreConnection:
 
 
 class RoundStore:
-    """The round's store for one context; nothing happens before the first :meth:`line`."""
+    """The round's store for one context; nothing happens before the first :meth:`connect`."""
 
     def __init__(self, placement: Placement) -> None:
         self.context_number = 0
@@ -130,7 +130,7 @@ class RoundStore:
         self._lock = threading.Lock()
         self._hosted: object | None = None
         self._prefix = ""
-        self._lines: WeakSet[StoreConnection] = WeakSet()
+        self._open: WeakSet[StoreConnection] = WeakSet()
         self._closed = ""
 
     @property
@@ -144,7 +144,7 @@ class RoundStore:
         """What this context's keys begin with; empty before the first connection."""
         return self._prefix
 
-    def line(self, until: float) -> StoreConnection:
+    def connect(self, until: float) -> StoreConnection:
         """Return a new connection; each thread needs its own.
 
         Tries again until ``until`` (monotonic clock) while nothing answers: the host may still be
@@ -157,21 +157,21 @@ class RoundStore:
             self._host(until)
         connection, local_addr = self._connect(until)
         with self._lock:
-            line = StoreConnection(connection, self.name, self._prefix, local_addr)
+            made = StoreConnection(connection, self.name, self._prefix, local_addr)
             try:
-                line = self._scoped(line, connection, until)
+                made = self._scoped(made, connection, until)
             except CollectiveError:
-                line.close()
+                made.close()
                 raise
-            self._lines.add(line)
+            self._open.add(made)
         forks.leave_behind(self)
-        return line
+        return made
 
     def close(self) -> None:
         """Cut every connection, and end the store if this rank hosts it; may be called twice."""
         self._closed = self._closed or "the context is closed"
-        for line in list(self._lines):
-            line.cut()
+        for made in list(self._open):
+            made.cut()
         with self._lock:
             self._hosted = None
 
@@ -179,28 +179,28 @@ class RoundStore:
         """Let go of the connections in a process that was forked from this one."""
         self._closed = f"this process was forked from rank {self._placement.rank}"
         self._lock = threading.Lock()
-        for line in list(self._lines):
-            line.close()
+        for made in list(self._open):
+            made.close()
 
     def _scoped(
-        self, line: StoreConnection, connection: Connection, until: float
+        self, made: StoreConnection, connection: Connection, until: float
     ) -> StoreConnection:
         if self._prefix:
-            return line
+            return made
         scope = f"elaunch/{self._placement.scope}"
-        self.context_number = line.add(f"{scope}/contexts/{self._placement.rank}", 1, until)
+        self.context_number = made.add(f"{scope}/contexts/{self._placement.rank}", 1, until)
         self._prefix = f"{scope}/{self.context_number - 1}/"
-        return StoreConnection(connection, self.name, self._prefix, line.local_addr)
+        return StoreConnection(connection, self.name, self._prefix, made.local_addr)
 
     def _host(self, until: float) -> None:
-        place = self._placement
-        if not place.hosts_store or place.rank != 0 or place.store is None or self._hosted:
+        here = self._placement
+        if not here.hosts_store or here.rank != 0 or here.store is None or self._hosted:
             return
         if self._closed:
             raise ContextError(self._closed)
         from torch.distributed import TCPStore
 
-        host, port = place.store
+        host, port = here.store
         left = timedelta(seconds=max(1.0, until - time.monotonic()))
         try:
             self._hosted = TCPStore(
@@ -235,12 +235,12 @@ class RoundStore:
         host, port = self._placement.store or ("", 0)
         addresses = tcpline.resolve(host, port, until)
         why = OSError(f"{host} has no address")
-        for place, (family, address) in enumerate(addresses):
+        for number, (family, address) in enumerate(addresses):
             left = until - time.monotonic()
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 connection = Connection(sock)
-                connection.open(address, time.monotonic() + left / (len(addresses) - place))
+                connection.open(address, time.monotonic() + left / (len(addresses) - number))
                 return connection, str(sock.getsockname()[0])
             except OSError as error:
                 sock.close()

@@ -11,7 +11,7 @@ from elaunch.agent.wrap.plan import WrapPlan, WrapRequest, plan
 from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
 from elaunch.proc import process_name
-from elaunch.training.place import placement
+from elaunch.training.launch import placement
 
 COMMAND = ("python3.11", "s.py")
 

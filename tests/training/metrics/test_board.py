@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.training.place.placement import alone
+from elaunch.training.launch.placement import alone
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
 from tests import warm

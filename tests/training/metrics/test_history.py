@@ -9,7 +9,7 @@ from elaunch.training.metrics.history import (
     Beginning,
     firsts,
     parsed,
-    place_of,
+    row_key,
     written,
 )
 from elaunch.training.metrics.rows import Encoder
@@ -81,11 +81,11 @@ def test_what_cannot_be_read_tells_nothing(raw: bytes) -> None:
 @pytest.mark.parametrize("group", ["training", 'a"b\\', "größe"])
 def test_the_place_of_a_row(group: str) -> None:
     line = Encoder(rank=1, round=4).row(group, 17, {"x": 1}, 1.0).line.encode()
-    place = place_of(line)
+    place = row_key(line)
     assert place is not None
     assert (place.group, place.step, place.round) == (group, 17, 4)
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b'{"group":"a","steps_com', b"{}\n"])
 def test_what_is_no_row_has_no_place(line: bytes) -> None:
-    assert place_of(line) is None
+    assert row_key(line) is None

@@ -34,7 +34,7 @@ def soon() -> float:
 def line(host: StoreHost, request: pytest.FixtureRequest) -> Iterator[StoreConnection]:
     """A connection to it."""
     store = RoundStore(host.place(0, 2, job=request.node.name))
-    yield store.line(soon())
+    yield store.connect(soon())
     store.close()
 
 
@@ -76,7 +76,7 @@ def test_values_are_read_in_one_exchange(
 def test_a_first_value_is_waited_for(host: StoreHost) -> None:
     """Without libuv TCPStore wakes nobody for what it compares."""
     stores = [RoundStore(host.place(rank, 2, job="first")) for rank in range(2)]
-    waiting, other = (store.line(soon()) for store in stores)
+    waiting, other = (store.connect(soon()) for store in stores)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(waiting.wait, "c", time.monotonic() + 5.0)
         for _ in range(100):
@@ -92,7 +92,7 @@ def test_keys_have_a_room_of_their_own(host: StoreHost) -> None:
     place = host.place(1, 2, job="rooms")
     stores = [RoundStore(place), RoundStore(place), RoundStore(place._replace(scope="rooms/1"))]
     for store in stores:
-        first, second = store.line(soon()), store.line(soon())
+        first, second = store.connect(soon()), store.connect(soon())
         first.put("k", store.prefix.encode(), soon())
         assert first.get("k", soon()) == second.get("k", soon()) == store.prefix.encode()
     assert [s.prefix for s in stores] == [
@@ -100,7 +100,7 @@ def test_keys_have_a_room_of_their_own(host: StoreHost) -> None:
     ]  # fmt: skip
     assert host.store.get("elaunch/rooms/0/1/k") == b"elaunch/rooms/0/1/"
     other = RoundStore(host.place(0, 2, job="rooms"))
-    other.line(soon())
+    other.connect(soon())
     assert other.prefix == "elaunch/rooms/0/0/"
     for store in (*stores, other):
         store.close()
@@ -119,7 +119,7 @@ def test_a_host_that_starts_later_is_waited_for() -> None:
 
     timer = threading.Timer(0.3, start)
     timer.start()
-    line = RoundStore(place).line(soon())
+    line = RoundStore(place).connect(soon())
     assert line.add("n", 1, soon()) == 1
     timer.join()
 
@@ -134,7 +134,7 @@ def test_without_a_host_the_error_names_the_address_and_who_is_to_host() -> None
     port = free_port()
     place = StoreHost.place(_Nobody(port), 1, 2)  # type: ignore[arg-type]
     with pytest.raises(CollectiveTimeout, match=rf"127.0.0.1:{port} \(rank 0 .* refused"):
-        RoundStore(place._replace(hosts_store=True)).line(time.monotonic() + 0.2)
+        RoundStore(place._replace(hosts_store=True)).connect(time.monotonic() + 0.2)
 
 
 def test_what_is_no_store_is_said_to_be_none() -> None:
@@ -143,7 +143,7 @@ def test_what_is_no_store_is_said_to_be_none() -> None:
         threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-x\r\n")).start()
         place = StoreHost.place(_Nobody(server.getsockname()[1]), 1, 2)  # type: ignore[arg-type]
         with pytest.raises(PeerLost, match="no TCPStore answers"):
-            RoundStore(place).line(soon())
+            RoundStore(place).connect(soon())
 
 
 def test_rank_0_hosts_it_where_nobody_does_and_shares_it_with_torch() -> None:
@@ -155,7 +155,7 @@ def test_rank_0_hosts_it_where_nobody_does_and_shares_it_with_torch() -> None:
         RoundStore(StoreHost.place(_Nobody(port), rank, 2)._replace(hosts_store=True))  # type: ignore[arg-type]
         for rank in range(2)
     )
-    lines = [zero.line(soon()), one.line(soon())]
+    lines = [zero.connect(soon()), one.connect(soon())]
     lines[0].put("k", b"v", soon())
     assert lines[0].get("k", soon()) == lines[1].get("k", soon()) == b"v"
     theirs = TCPStore(
@@ -173,18 +173,18 @@ def test_a_port_that_is_taken_is_named(host: StoreHost) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = StoreHost.place(_Nobody(taken.getsockname()[1]), 0, 2)  # type: ignore[arg-type]
         with pytest.raises(PeerLost, match=r"cannot host .*MASTER_PORT"):
-            RoundStore(place._replace(hosts_store=True)).line(soon())
+            RoundStore(place._replace(hosts_store=True)).connect(soon())
 
 
 def test_closing_wakes_whoever_waits(host: StoreHost) -> None:
     """And nothing is opened afterwards."""
     store = RoundStore(host.place(0, 2, job="closing"))
-    line = store.line(soon())
+    line = store.connect(soon())
     threading.Timer(0.2, store.close).start()
     with pytest.raises(PeerLost, match=f"127.0.0.1:{host.port} is lost"):
         line.wait("never", soon())
     with pytest.raises(ContextError, match="closed"):
-        store.line(soon())
+        store.connect(soon())
     with pytest.raises(PeerLost):
         line.get("k", soon())
 
@@ -203,18 +203,18 @@ def test_a_store_that_freezes_is_noticed(host: StoreHost) -> None:
         threading.Thread(target=freeze, daemon=True).start()
         place = StoreHost.place(_Nobody(server.getsockname()[1]), 1, 2)  # type: ignore[arg-type]
         with pytest.raises(CollectiveTimeout, match="does not answer"):
-            RoundStore(place).line(time.monotonic() + 0.3)
+            RoundStore(place).connect(time.monotonic() + 0.3)
         done.set()
 
 
 def test_a_fork_has_none_of_the_connections(host: StoreHost) -> None:
     """Nor can it open one."""
     store = RoundStore(host.place(0, 2, job="forked"))
-    line = store.line(soon())
+    line = store.connect(soon())
     read, write = os.pipe()
     if os.fork() == 0:
         problems = []
-        for use in (lambda: line.get("k", soon()), lambda: store.line(soon())):
+        for use in (lambda: line.get("k", soon()), lambda: store.connect(soon())):
             try:
                 use()
             except (PeerLost, ContextError) as error:

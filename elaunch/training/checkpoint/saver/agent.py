@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.env import AGENT_SOCKET
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver.pages import release, touch
-from elaunch.training.place.placement import Placement
+from elaunch.training.launch.placement import Placement
 from elaunch.wire.local import Received, close_files
 from elaunch.wire.saver import (
     ANSWER_S,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elaunch.errors import PlacementError
 from elaunch.launchers import table
 from elaunch.launchers.ranks import Numbers
-from elaunch.training.place import placement
+from elaunch.training.launch import placement
 
 TORCH = {
     "RANK": "3",

@@ -12,9 +12,9 @@ import pytest
 
 import elaunch
 from elaunch.errors import PlacementError
-from elaunch.training.place.info import read
+from elaunch.training.launch.info import read
 from tests.launching import Launcher
-from tests.training.place.test_placement import ELAUNCH, SLURM, TORCH, open_mpi
+from tests.training.launch.test_placement import ELAUNCH, SLURM, TORCH, open_mpi
 
 RESUMED = ELAUNCH | {
     "ELAUNCH_RESTART_REASON": "rank 1 exited with code 7",

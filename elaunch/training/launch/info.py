@@ -28,8 +28,8 @@ from elaunch.env import HPARAMS, INIT_FROM
 from elaunch.errors import PlacementError
 from elaunch.hosts import LOOPBACK
 from elaunch.launchers import table
-from elaunch.training.place import placement
-from elaunch.training.place.placement import Launcher, Placement
+from elaunch.training.launch import placement
+from elaunch.training.launch.placement import Launcher, Placement
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Info:
         node_addrs: addresses of all nodes, in the order of their node ranks. Under other launchers
             they are not all known before the ranks have met (``ctx.distributed.node_addrs`` then
             has them): those of Slurm's step, loopback on one node, else none.
-        node_rank: this node's place in ``node_addrs`` (torchrun's GROUP_RANK).
+        node_rank: this node's here in ``node_addrs`` (torchrun's GROUP_RANK).
         nodes: the number of nodes.
         slots: workers on this node.
         rank, local_rank, world_size: this worker's place.
@@ -107,29 +107,29 @@ def latest_checkpoint() -> Path | str | None:
     return _resume_from(os.environ)
 
 
-def read(environ: Mapping[str, str], place: Placement | None = None) -> Info:
-    """Return the facts of ``environ``; ``place`` where the ranks come from elsewhere."""
-    place = placement.current(environ) if place is None else place
+def read(environ: Mapping[str, str], here: Placement | None = None) -> Info:
+    """Return the facts of ``environ``; ``here`` where the ranks come from elsewhere."""
+    here = placement.current(environ) if here is None else here
     by_agent = bool(environ.get("ELAUNCH_RUN_ID"))
     resume_from = _resume_from(environ)
     directory = environ.get("ELAUNCH_CHECKPOINT_DIR", "")
     init_from = environ.get(INIT_FROM, "")
     return Info(
-        run_id=place.run_id,
-        round=place.round,
+        run_id=here.run_id,
+        round=here.round,
         restart_reason=environ.get("ELAUNCH_RESTART_REASON", "") if by_agent else "",
-        node_addrs=_node_addrs(environ, place, by_agent),
-        node_rank=place.cross_rank,
-        nodes=place.cross_size,
-        slots=place.local_size,
-        rank=place.rank,
-        local_rank=place.local_rank,
-        world_size=place.size,
+        node_addrs=_node_addrs(environ, here, by_agent),
+        node_rank=here.cross_rank,
+        nodes=here.cross_size,
+        slots=here.local_size,
+        rank=here.rank,
+        local_rank=here.local_rank,
+        world_size=here.size,
         resume_from=resume_from,
         resume_step=None if resume_from is None else _step(environ),
-        init_from=_place(init_from) if init_from else None,
-        checkpoint_dir=_place(directory) if by_agent and directory else None,
-        launcher=place.launcher,
+        init_from=_path_or_url(init_from) if init_from else None,
+        checkpoint_dir=_path_or_url(directory) if by_agent and directory else None,
+        launcher=here.launcher,
         hparams=_hparams(environ),
     )
 
@@ -147,13 +147,13 @@ def _hparams(environ: Mapping[str, str]) -> Mapping[str, Any]:
     return found
 
 
-def _place(text: str) -> Path | str:
+def _path_or_url(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
 def _resume_from(environ: Mapping[str, str]) -> Path | str | None:
     chosen = environ.get("ELAUNCH_RESUME_FROM", "") if environ.get("ELAUNCH_RUN_ID") else ""
-    return _place(chosen) if chosen else None
+    return _path_or_url(chosen) if chosen else None
 
 
 def _step(environ: Mapping[str, str]) -> int | None:
@@ -166,13 +166,13 @@ def _step(environ: Mapping[str, str]) -> int | None:
         raise PlacementError(f"ELAUNCH_RESUME_STEP={step!r} is not a whole number") from None
 
 
-def _node_addrs(environ: Mapping[str, str], place: Placement, by_agent: bool) -> tuple[str, ...]:
+def _node_addrs(environ: Mapping[str, str], here: Placement, by_agent: bool) -> tuple[str, ...]:
     """Return what is known of all nodes' addresses without asking other ranks."""
     addrs: tuple[str, ...] = ()
     if by_agent:
         addrs = tuple(a for a in environ.get("ELAUNCH_NODE_ADDRS", "").split(",") if a)
-    elif place.launcher == "slurm":
+    elif here.launcher == "slurm":
         addrs = tuple(table.slurm_hosts(environ))
-    if len(addrs) == place.cross_size:
+    if len(addrs) == here.cross_size:
         return addrs
-    return (LOOPBACK,) if place.cross_size == 1 else ()
+    return (LOOPBACK,) if here.cross_size == 1 else ()

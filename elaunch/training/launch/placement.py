@@ -88,25 +88,25 @@ def current(environ: Mapping[str, str]) -> Placement:
 
 
 def alone(environ: Mapping[str, str]) -> Placement:
-    """Return the place of a process that is the whole job."""
-    return _placed("alone", Numbers(0, 1, 0, 1, 0, 1), None, "", environ)
+    """Return the placement of a process that is the whole job."""
+    return _placement("alone", Numbers(0, 1, 0, 1, 0, 1), None, "", environ)
 
 
 def from_torch(environ: Mapping[str, str]) -> Placement:
-    """Return the place that torchrun, ``elaunch run`` or ``elaunch wrap`` set.
+    """Return the placement that torchrun, ``elaunch run`` or ``elaunch wrap`` set.
 
     Raises PlacementError that names a missing or wrong variable.
     """
     numbers = torch_numbers(environ)
     launcher = _who_set_torch(environ, numbers)
     job = environ.get("TORCHELASTIC_RUN_ID", "")
-    found = _placed(launcher, numbers, _given_store(environ), job, environ)
+    found = _placement(launcher, numbers, _given_store(environ), job, environ)
     hosted = launcher == "elaunch" or environ.get(env.AGENT_STORE) == "True"
     return found._replace(hosts_store=found.hosts_store and not hosted)
 
 
 def from_mpi(environ: Mapping[str, str]) -> Placement:
-    """Return the place that mpirun, mpiexec or horovodrun set.
+    """Return the placement that mpirun, mpiexec or horovodrun set.
 
     Raises PlacementError if none did, or for what can neither be read nor derived.
     """
@@ -119,7 +119,7 @@ def from_mpi(environ: Mapping[str, str]) -> Placement:
 
 
 def from_slurm(environ: Mapping[str, str]) -> Placement:
-    """Return the place that srun set.
+    """Return the placement that srun set.
 
     Raises PlacementError outside of a step of Slurm, or for what cannot be read.
     """
@@ -137,7 +137,7 @@ def explicit(
     chief_port: int | None,
     environ: Mapping[str, str],
 ) -> Placement:
-    """Return the place that a script gives in numbers; a job of several nodes needs ``chief_ip``.
+    """Return the placement that a script gives in numbers; several nodes need ``chief_ip``.
 
     ``given`` has the six numbers by name; ``local_size`` may be a sequence of one for each node.
     Without ``chief_port`` the ranks meet in the store of the launcher that started them, or of the
@@ -166,7 +166,7 @@ def explicit(
         store = _given_store(environ)
     else:
         store = (chief_ip or LOOPBACK, chief_port or _explicit_port(numbers, environ))
-    found = _placed("explicit", numbers, store, outer, environ)
+    found = _placement("explicit", numbers, store, outer, environ)
     # The processes of this job may also be in a context of the launcher's own numbers.
     scope = f"{found.scope}/{numbers.size}by{numbers.cross_size}"
     return found._replace(scope=scope, hosts_store=found.hosts_store and not hosted)
@@ -257,10 +257,10 @@ def _of_launcher(names: LauncherNames, environ: Mapping[str, str]) -> Placement:
     numbers = launcher_numbers(names, environ)
     job = table.job_name(names, environ)
     store = meeting_point(names, numbers, environ)
-    return _placed("slurm" if names.family == "slurm" else "mpi", numbers, store, job, environ)
+    return _placement("slurm" if names.family == "slurm" else "mpi", numbers, store, job, environ)
 
 
-def _placed(
+def _placement(
     launcher: Launcher,
     numbers: Numbers,
     store: tuple[str, int] | None,
