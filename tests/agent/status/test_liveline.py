@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.logs.console import Console, Speaker
+from elaunch.agent.logs.console import Console, LineWriter
 from elaunch.agent.status.liveline import line_of
 from elaunch.runs.pace import StepRate
 from tests.cli.views.test_status import Terminal
@@ -79,18 +79,18 @@ def screen() -> Iterator[Screen]:
 
 def test_lines_scroll_above_it(screen: Screen) -> None:
     """Whole lines before it; half a line and a progress bar have its place until they end."""
-    console, worker = screen.console, Speaker(screen.console, 0, eager=True)
+    console, worker = screen.console, LineWriter(screen.console, 0, eager=True)
     console.show_live(LIVE)
     assert screen.lines() == [LIVE]
-    worker.hear(b"one\n", 0.0)
-    worker.hear(b"two\n", 0.0)
+    worker.feed(b"one\n", 0.0)
+    worker.feed(b"two\n", 0.0)
     assert screen.lines() == ["one", "two", LIVE]
-    worker.hear(b"half", 0.0)
+    worker.feed(b"half", 0.0)
     console.show_live("elaunch: step 13")
     assert screen.lines() == ["one", "two", "half"]
-    worker.hear(b" of it\n10 %\r20 %\r", 0.0)
+    worker.feed(b" of it\n10 %\r20 %\r", 0.0)
     assert screen.lines() == ["one", "two", "half of it", "20 %"]
-    worker.hear(b"30 %\n", 0.0)
+    worker.feed(b"30 %\n", 0.0)
     assert screen.lines()[-2:] == ["30 %", "elaunch: step 13"]
     console.show_live("")
     assert screen.lines()[-2:] == ["30 %", ""]
