@@ -40,7 +40,8 @@ class TopApp(App[None]):
     CSS = """
     Screen { background: $background; }
     #header { height: 1; padding: 0 1; background: $panel; }
-    #tree { width: 44%; min-width: 30; max-width: 60; border-right: solid $panel-lighten-2; }
+    #tree { width: 44%; min-width: 30; max-width: 60; border-right: solid $panel-lighten-2;
+            scrollbar-size-vertical: 1; }
     #detail { padding: 0 1; scrollbar-size-vertical: 1; }
     #filter { height: 1; border: none; padding: 0 1; }
     RichLog { padding: 0 1; background: $background; scrollbar-size-vertical: 1; }

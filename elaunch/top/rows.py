@@ -65,7 +65,7 @@ class RowList(ScrollView):
         where = {row.key: at for at, row in enumerate(rows)}
         parent = where.get(self.key[:1], 0)
         self._at = where.get(self.key, parent if len(self.key) > 1 else 0)
-        self.virtual_size = Size(self.size.width, len(rows))
+        self.virtual_size = Size(self.scrollable_content_region.width, len(rows))
         if rows and rows[self._at].key != self.key:
             self._choose(self._at)
         self.refresh()
@@ -77,7 +77,8 @@ class RowList(ScrollView):
 
     def render_line(self, y: int) -> Strip:
         """Draw one line of the screen."""
-        at, width = y + self.scroll_offset.y, self.size.width
+        # Without the scroll bar, which would hide the last digits.
+        at, width = y + self.scroll_offset.y, self.scrollable_content_region.width
         base = self.rich_style
         if at >= len(self._rows):
             return Strip.blank(width, base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -221,6 +222,35 @@ def test_two_thousand_ranks(environ: dict[str, str], monkeypatch: pytest.MonkeyP
         assert [row.name for row in tree._rows][-1] == "rank 1234"
 
     drive(run, environ, WIDE, act)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [SMALL, WIDE])
+def test_no_digit_is_hidden_by_the_scroll_bar(
+    environ: dict[str, str], size: tuple[int, int]
+) -> None:
+    """Of more rows than lines each is as wide as what is left of the tree beside the bar."""
+    workers = [new_worker(rank, rank) | {"state": "SUCCEEDED"} for rank in range(64)]
+    shown = {"progress": None, "status": "", "section": "", "doing": "", "silent_s": None}
+    steps = [{**shown, "rank": rank, "local_rank": rank, "step": 12345} for rank in range(64)]
+    progress = {"source": "script", "limit_s": None, "learning": False, "workers": steps}
+    run = made(environ, workers=workers, nproc_per_node=64, world_size=64, progress=progress)
+
+    async def act(pilot: Pilot[None]) -> None:
+        tree = pilot.app.query_one(RowList)
+        await pilot.press("end")
+        await seen(pilot, "rank 63")
+        assert tree.show_vertical_scrollbar
+        pilot.app.screen.refresh(layout=True)
+        await pilot.pause()
+        lines = drawn(pilot).splitlines()
+        ranks = [line for line in lines if re.match(r" *rank \d+ ", line)]
+        assert len(ranks) > 9
+        assert all(re.search(r"SUCCEEDED|step 12345\b", line) for line in ranks), drawn(pilot)
+        if size == WIDE:
+            assert all("step 12345" in line for line in ranks), drawn(pilot)
+
+    drive(run, environ, size, act)
 
 
 @pytest.mark.slow
