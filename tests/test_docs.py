@@ -53,6 +53,14 @@ RETIRED = (
     "wording",
 )
 """Words of a private dictionary that the code had once; docs/glossary.md has those that it has."""
+CORE = (
+    *("rendezvous", "store", "server", "launchers", "agent.nodes", "agent.policy"),
+    *("agent.workers", "agent.resume", "agent.logs", "agent.wrap"),
+)
+RETIRED_IN_CORE = frozenset(
+    "hello mend parted pulse said spot stirred stranger strangers tell tells told unheard".split()
+)
+"""Words that no name of those rooms has, nor any module beside them in ``elaunch.agent``."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -348,6 +356,27 @@ def _retired_words(name: str) -> list[str]:
     """Return the retired words in a name, in CamelCase or with underscores."""
     parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     return [word for word in RETIRED if any(part.startswith(word) for part in parts)]
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Return what a node names: a variable, an attribute, a parameter, a function or a class."""
+    found = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+    return [name for name in found if isinstance(name, str)]
+
+
+@pytest.mark.slow
+def test_no_name_of_the_core_has_a_retired_word() -> None:
+    """Of variables, attributes and parameters, too."""
+    rooms = tuple(f"elaunch.{room}." for room in CORE)
+    found = set()
+    for module in style.modules():
+        if not (f"{module}.".startswith(rooms) or re.fullmatch(r"elaunch\.agent\.\w+", module)):
+            continue
+        for name in itertools.chain.from_iterable(map(_names, style.nodes(module))):
+            parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+            if parts & RETIRED_IN_CORE:
+                found.add(f"{module}: {name}")
+    assert found == set()
 
 
 @pytest.mark.slow

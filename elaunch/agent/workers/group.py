@@ -101,7 +101,7 @@ class WorkerGroup:
         plan = ServerPlan(
             run_id=settings.run_id,
             interpreter=settings.interpreter,
-            fork_start=self._forks,
+            start="fork" if self._forks else "exec",
             preload=_preloaded(settings, later=False),
             later=_preloaded(settings, later=True),
             import_path=_import_path(settings),

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import elaunch.server
 from elaunch import env, proc
@@ -107,14 +107,14 @@ class Reaper:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """How to start the server; ``title_room`` is the length of the longest worker command.
+    """How to start the server: what it is sent (``configure`` in elaunch.server), and two more.
 
-    ``nproc`` is 0 where the server is to count the devices.
+    ``title_room`` is the length of the longest worker command; ``environ`` are its variables.
     """
 
     run_id: str
     interpreter: str
-    fork_start: bool
+    start: Literal["fork", "exec"]
     preload: tuple[str, ...]
     later: tuple[str, ...]
     import_path: str | None
@@ -157,23 +157,12 @@ class WorkerServer:
             target=self._read, args=(channel,), name="server-reader", daemon=True
         )
         reader.start()
-        plan = self._plan
-        configure: Message = {
+        configure: Message = vars(self._plan) | {
             "op": "configure",
-            "run_id": plan.run_id,
-            "start": "fork" if plan.fork_start else "exec",
-            "interpreter": plan.interpreter,
-            "numa_binding": plan.numa_binding,
-            "nproc": plan.nproc,
             "later_delay": LATER_DELAY,
-            "temp": plan.temp,
-            "timer_file": plan.timer_file,
-            "environ": None if given is None else dict(plan.environ),
-            "import_path": plan.import_path,
-            "open_files": plan.open_files,
-            "preload": list(plan.preload),
-            "later": list(plan.later),
+            "environ": None if given is None else dict(self._plan.environ),
         }
+        del configure["title_room"]
         self.send(configure)
 
     def _spawn(self) -> socket.socket:

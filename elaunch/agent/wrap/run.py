@@ -233,7 +233,7 @@ def _server_plan(plan: WrapPlan) -> ServerPlan:
     return ServerPlan(
         run_id=f"{plan.job or 'wrap'}, rank {plan.rank}",
         interpreter=sys.executable,
-        fork_start=False,
+        start="exec",
         preload=(),
         later=(),
         import_path=None,

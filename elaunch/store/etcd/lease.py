@@ -38,7 +38,7 @@ _TRIES = 8
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _OwnEntry:
     """An entry of ours: its name and key, since which revision, its lease and that one's length."""
 
     name: str
@@ -132,7 +132,7 @@ class OwnLease:
         self._watcher = watcher
         self._news = news
         self._renewal = Renewal(txns.calls)
-        self._own: _Entry | None = None
+        self._own: _OwnEntry | None = None
         self._modified = 0  # revision of the entry as it was last written or found
         self._unconfirmed = 0  # lease of an entry of which it is not known whether it was written
         self._in_line: tuple[bytes, int] | None = None  # our key there and its create revision
@@ -166,7 +166,7 @@ class OwnLease:
                 raise LeaseLost(f"the name {name} is or was a member's already")
             created = found[0].create_revision  # the first answer was lost
         self._modified = created
-        self._own = _Entry(name, key, created, lease, float(granted))
+        self._own = _OwnEntry(name, key, created, lease, float(granted))
 
     def update(self, value: bytes) -> None:
         """Replace the entry's value; raises LeaseLost."""
@@ -253,20 +253,20 @@ class OwnLease:
             self._txns.revoke(self._unconfirmed)
         self._unconfirmed = 0
 
-    def _enrolled(self) -> _Entry:
+    def _enrolled(self) -> _OwnEntry:
         self._txns.calls.check_open()
         if self._own is None:
             raise LeaseLost(f"this agent is no member in {self._txns.calls.cluster}")
         return self._own
 
-    def _lost(self, own: _Entry) -> LeaseLost:
+    def _lost(self, own: _OwnEntry) -> LeaseLost:
         self._forget(own)
         return LeaseLost(
             f"{self._txns.calls.cluster} has given up our entry {own.name}: it was not renewed for "
             f"{own.ttl:g} s, or was removed"
         )
 
-    def _forget(self, own: _Entry) -> None:
+    def _forget(self, own: _OwnEntry) -> None:
         with self._news:
             if self._own is not own:
                 return
@@ -277,7 +277,7 @@ class OwnLease:
         if before is not None:
             self._watcher.remove(before)
 
-    def _get_in_line(self, own: _Entry) -> None:
+    def _get_in_line(self, own: _OwnEntry) -> None:
         txns, key = self._txns, self._keys.candidate(own.name)
         answer = txns.send(
             [txns.created(own.key, own.created), txns.created(key, 0)],
@@ -293,7 +293,7 @@ class OwnLease:
             raise self._lost(own)
         self._in_line = key, found[0].create_revision  # the first answer was lost
 
-    def _await_turn(self, own: _Entry, until: float) -> bool:
+    def _await_turn(self, own: _OwnEntry, until: float) -> bool:
         """Wait until the agent before us in line may be gone; False: not by ``until``."""
         began = time.monotonic()
         with self._news:
@@ -309,7 +309,7 @@ class OwnLease:
                 self._news.wait(left)
         return True
 
-    def _look_ahead(self, own: _Entry) -> None:
+    def _look_ahead(self, own: _OwnEntry) -> None:
         """Find the key before ours now: none, and we lead, or one to watch."""
         line, txns = self._in_line, self._txns
         if line is None:

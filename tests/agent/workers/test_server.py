@@ -61,7 +61,7 @@ class Rig:
         plan: dict[str, Any] = {
             "run_id": "rig",
             "interpreter": PYTHON,
-            "fork_start": False,
+            "start": "exec",
             "preload": (),
             "later": (),
             "title_room": 0,
@@ -147,11 +147,11 @@ def with_rig(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fork_start", [False, True])
+@pytest.mark.parametrize("start", ["exec", "fork"])
 @with_rig
-def test_a_worker_is_started_and_its_end_reported(rig: Rig, fork_start: bool) -> None:
+def test_a_worker_is_started_and_its_end_reported(rig: Rig, start: str) -> None:
     """Both with the round and the rank, and with the time on the monotonic clock."""
-    server = rig.ready(fork_start=fork_start)
+    server = rig.ready(start=start)
     rig.start_worker(server, "exit=7", rank=5, round=2)
     started = rig.next(events.WorkerStarted)
     ended = rig.next(events.Exit)
@@ -308,7 +308,7 @@ def test_closing_does_not_wait_for_imports(rig: Rig) -> None:
     """No worker was started yet: the server is killed in the middle of them."""
     (rig.directory / "slow.py").write_text("import time; time.sleep(110)")
     environ = clean_environment(rig.directory) | {"PYTHONPATH": str(rig.directory)}
-    server = rig.server(fork_start=True, preload=("slow",), environ=environ)
+    server = rig.server(start="fork", preload=("slow",), environ=environ)
     server.start()
     closer = threading.Thread(target=server.close)
     closer.start()
@@ -350,7 +350,7 @@ def test_an_interpreter_that_is_none(rig: Rig) -> None:
 @with_rig
 def test_a_module_that_cannot_be_imported(rig: Rig) -> None:
     """The reason comes with the answer."""
-    server = rig.server(fork_start=True, preload=("no_such_module_anywhere",))
+    server = rig.server(start="fork", preload=("no_such_module_anywhere",))
     server.start()
     ready = rig.next(events.ServerReady)
     assert "--preload no_such_module_anywhere: ModuleNotFoundError" in (ready.problem or "")
@@ -369,7 +369,7 @@ def test_a_module_that_computes_when_it_is_imported(rig: Rig) -> None:
     environ = clean_environment(rig.directory) | {"PYTHONPATH": str(rig.directory)}
     environ |= {"OPENBLAS_NUM_THREADS": "3"}
     for modules in (("harmless",), ("torch", "harmless", "computes")):
-        server = rig.server(fork_start=True, preload=modules, environ=environ)
+        server = rig.server(start="fork", preload=modules, environ=environ)
         server.start()
         ready = rig.next(events.ServerReady)
         assert ready.problem is None
@@ -396,7 +396,7 @@ def test_later_modules_are_left_to_a_script_that_sets_what_they_read(rig: Rig) -
     environ = clean_environment(rig.directory) | {"PYTHONPATH": str(rig.directory)}
     for sets in ("yes", ""):
         seen = rig.directory / f"seen{sets}"
-        server = rig.ready(fork_start=True, later=("configured",), environ=environ)
+        server = rig.ready(start="fork", later=("configured",), environ=environ)
         for number in range(2):
             with seen.open("ab") as log:
                 job = {"op": "start", "round": number, "rank": 0, "local_rank": 0, "mode": "script"}
