@@ -1,25 +1,25 @@
-"""Import what the workers will need, once, before they are forked.
+"""Imports what the workers need, once, in the process that they are forked from.
 
-Most of it before the first fork. The server must have one thread when it forks: modules that start
-others, native ones too, are found here and named.
+Most of it is imported before the first fork. The server must have one thread when it forks, so
+modules that start threads, native ones too, are found here and named.
 
-What workers need only later (``+module`` in ``--preload``) is imported for the next round's
-workers, when the first round has run for a while: the start does not wait for it, a short job never
-pays for it, and a restart finds it there. torch itself imports ``torch._dynamo`` when the first
-optimizer is made, which costs each worker most of a second. Where that is to be imported, so is
-what a worker begins to import: TorchInductor and what belongs to it (elaunch.server.compiling), at
-once, and what a script takes that saves (SAVING), SETTLE seconds later. A finder on the worker's
-``sys.meta_path`` sends the server a signal (ANNOUNCED) when one of them is looked for, and is gone.
-While such an import runs the server does before each module what cannot wait; what is to be forked
-waits for the end of all.
+What workers need only later (``+module`` in ``--preload``) is imported when the first round has run
+for a while: the start does not wait for it, a short job never pays for it, and the workers of a
+restart find it there. torch itself imports ``torch._dynamo`` when the first optimizer is made,
+which costs each worker most of a second. Where that is among the later modules, the server also
+imports what a worker begins to import: TorchInductor and what belongs to it
+(elaunch.server.compiling) at once, and what a script needs to save (SAVING) SETTLE seconds later. A
+worker announces that by a signal (ANNOUNCED): a finder on its ``sys.meta_path`` sends it when the
+first such module is looked for, and removes itself. During such an import the server does before
+each module what cannot wait; a fork waits for the end of the import.
 
 The next round must not see other settings than the first one. A script may set variables that such
-a module reads when it is imported (``TORCH_COMPILE_DISABLE``), and in the server it would read the
-launcher's. So the running workers' variables are looked at first. If a script has changed any, a
-fork of the server imports the modules and notes what they read; nothing is imported ahead where
-that is among the changed ones, and each worker goes on to import it by itself. Modules that are
-neither torch's nor elaunch's are always tried in a fork first: the server cannot get rid of threads
-that they start.
+a module reads when it is imported (``TORCH_COMPILE_DISABLE``); in the server it would read the
+launcher's. So the server reads the variables of the running workers first. If a script has changed
+any, a fork of the server imports the modules and notes which variables they read. Where a changed
+one is among those, nothing is imported ahead, and each worker imports the modules by itself.
+Modules that are neither torch's nor elaunch's are always tried in a fork first: the server cannot
+get rid of threads that they start.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Preloaded(NamedTuple):
 
 
 class _CallBefore:
-    """Finds no module; calls something else before each one is imported."""
+    """A finder of no module; it makes a call before each module is imported."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         self._meanwhile = meanwhile
@@ -95,7 +95,7 @@ class _CallBefore:
 
 
 class _Announcer:
-    """Finds no module; sends a signal when the one that it stands for is looked for."""
+    """A finder that sends a signal when its module is looked for, and removes itself."""
 
     def __init__(self, module: str, signum: int, server_pid: int) -> None:
         self._module = module
@@ -263,7 +263,7 @@ class Later:
             self._settled_at = min(self._settled_at, due)
 
     def note_compiled_elsewhere(self) -> None:
-        """Do so before any worker runs here: the job's other nodes have, with the same script."""
+        """Import what compiling takes before any worker here does: workers of other nodes have."""
         self._ahead = True
         self.note_import(signal.SIGURG)
 

@@ -1,4 +1,4 @@
-"""Mend faults of torch in a forked worker: up to 2.13 five, from 2.14 on four.
+"""Patches of torch in a forked worker: five for torch up to 2.13, four from 2.14 on.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
@@ -45,7 +45,7 @@ SETTLE_DEADLINE = 0.5
 
 
 def need_clients() -> bool:
-    """Return whether all ranks that run no mend must be clients of the launcher's store.
+    """Return whether all ranks that are not patched must be clients of the launcher's store.
 
     Up to torch 2.6 a rank 0 that may not host there ends with an error. Torch is not imported for
     this: processes that are not forked need it soon enough.
@@ -127,7 +127,7 @@ def patch_stores() -> None:
 def _agent_store(value: str | None) -> Iterator[None]:
     """Give torch another value of the variable for a moment; "" takes it away, None keeps it.
 
-    What the script starts keeps ``1``: there is no mend in it, and a store of its own must work.
+    What the script starts keeps ``1``: it is not patched, and a store of its own must work.
     """
     before = os.environ.get(env.AGENT_STORE)
     try:

@@ -71,7 +71,7 @@ def detach(job: Job, server_pid: int, mask: Iterable[int]) -> None:
 
 
 def choose_agent_store() -> None:
-    """Let the ranks of an old torch find the launcher's store, in a process without the mends."""
+    """Let the ranks of an old torch find the launcher's store, in a process without the patches."""
     if os.environ.get(env.AGENT_STORE) == "1" and torchfix.need_clients():
         os.environ[env.AGENT_STORE] = "True"
 

@@ -181,9 +181,10 @@ def _post(context: RunContext, peers: Peers, group: WorkerGroup) -> Callable[[Ne
 
 
 class CheckpointCheck:
-    """Whether a plan's checkpoint is in this node's own --checkpoint-dir, or, DeepSpeed's, is it.
+    """Checks that a plan's checkpoint is in this node's own --checkpoint-dir, or is that itself.
 
-    A writer of plans could else have all ranks read any file of any directory.
+    The latter is so for DeepSpeed's. Otherwise a writer of plans could have all ranks read any file
+    of any directory.
     """
 
     def __init__(self, root: Location | None) -> None:

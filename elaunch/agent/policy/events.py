@@ -22,7 +22,7 @@ DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
 WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
-NoticeKnown         workers' links           it knows of a notice that another node's agent gave
+NoticeKnown         workers' links           it knows of a notice from another node's agent
 PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
                     notice command

@@ -15,11 +15,11 @@ a signal of ``--preempt-signals``,     notice, the same grace; a worker that has
 ``--notice-command``
 the same with the platform's deadline  notice; the grace ends when the last SIGKILL is due by then
 a node joins                           notice of the kind ``resize``: the next round follows at once
-another node's workers know            the same on this node
+another node's workers have a notice   the workers of this node get it, too
 a request on a node without workers    the other nodes' workers get the notice, by way of the plan;
                                        where no node has workers, the job ends with 75
-a request while the last saves are     they are written out first, with their own patience; what
-written                                is done ends as it would have
+a request while the last saves are     the saves are written out first, within their own
+written                                deadline, and the job ends as it would have
 all workers end with 0, one because    the run is PREEMPTED, exit code 75: to be continued
 of the notice, as it has reported
 the grace is over                      the workers are ended: KILLED, to be continued as well

@@ -31,10 +31,11 @@ def newest(view: View, names: Iterable[str] | None = None) -> PlanCheckpoint | N
 
 
 def awaited(view: View, rules: Rules, ended_at: float) -> tuple[str, float] | None:
-    """Return why, and until when, to wait with the search: what a lost node had is on the disk.
+    """Return why, and until when, the search waits for agents that still write out a save.
 
-    That may be, and what the others still write may make a checkpoint of it. Nothing is waited for
-    that can be loaded from memory, or that a living node has nothing of.
+    The shards of a lost node may be on the disk; with what the others still write they may make a
+    checkpoint. A save that can be loaded from memory is not waited for, nor one of which a living
+    node has no shard.
     """
     records = [one.record for one in view.present.values() if one.record.held]
     whole = _whole(records)
@@ -65,7 +66,7 @@ def _missing(wanted: HeldShards, records: Sequence[NodeStatus]) -> set[int]:
 
 
 def _may_be(held: HeldShards, records: Sequence[NodeStatus], view: View) -> bool:
-    """Whether only ranks of nodes that are gone lack: their shards may be on the disk."""
+    """Whether only shards of lost nodes are missing: those may be on the disk."""
     if held.round != view.plan.round:
         return True  # who had those ranks is not known any more
     return all(_is_gone(rank, view) for rank in _missing(held, records))
