@@ -28,7 +28,7 @@ from functools import partial
 from typing import Final, cast
 
 from elaunch import env
-from elaunch.agent import signals
+from elaunch.agent.children import Reaper
 from elaunch.agent.context import RunContext
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.loop import Observer
@@ -39,7 +39,6 @@ from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.agent.status.webpages import WebPages
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.agent.workers.server import Reaper
 from elaunch.errors import RunDirError
 from elaunch.runs.record import Record
 
@@ -151,7 +150,7 @@ def _start_notices(context: RunContext, stack: contextlib.ExitStack, reaper: Rea
     """Have the workers asked to save and to end at --preempt-at, or by --notice-command."""
     settings, post = context.settings, context.post
     if settings.preempt_at is not None:
-        timer = signals.timer(settings.preempt_at, settings.preempt_left, post)
+        timer = preempt_timer(settings.preempt_at, settings.preempt_left, post)
         stack.callback(timer.cancel)
     if settings.notice_command is None:
         return
@@ -161,6 +160,23 @@ def _start_notices(context: RunContext, stack: contextlib.ExitStack, reaper: Rea
     command = NoticeCommand(settings.notice_command, context.environ, reaper, post_it)
     command.start()
     stack.callback(command.close)
+
+
+def preempt_timer(at: float, before_end: float | None, post: Post) -> threading.Timer:
+    """Return a started timer that posts PreemptAsked ``at`` that time, in seconds of the epoch.
+
+    ``before_end``: how long before the platform's end that is; what is left counts when it fires.
+    """
+
+    def due() -> None:
+        left = None if before_end is None else max(0.0, at + before_end - time.time())
+        post(events.PreemptAsked("the time of --preempt-at has come", lambda _: None, left))
+
+    # A wait of C's may not be longer than this; nobody waits for 100 days.
+    made = threading.Timer(min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0), due)
+    made.daemon = True
+    made.start()
+    return made
 
 
 # ── what commands ask of the loop ────────────────────────────────────────────────────────────────

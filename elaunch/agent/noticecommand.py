@@ -13,7 +13,7 @@ anything else                   it is no notice: an error page that asks nobody 
 
 One that fails, or prints what is no notice, is reported once, and run again, more and more seldom;
 one that prints ``MOST`` bytes and no notice is killed and counts as failed. After a notice it is
-ended, and it ends when the agent does (elaunch.agent.shellcommand).
+ended, and it ends when the agent does (elaunch.agent.children).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy import events
-from elaunch.agent.shellcommand import ShellCommand
-from elaunch.agent.workers.server import Reaper
 from elaunch.config.values import Moment, moment
 from elaunch.endings import how_it_ended
 from elaunch.text import one_line

@@ -1,4 +1,4 @@
-"""Signals become events, and the time of --preempt-at: all that is done is to post one.
+"""Signals become events: all that is done about one is to post it.
 
 The kernel may hand a signal to any thread, and does where another one is pending for the main
 thread. A handler in Python then runs only once the main thread wakes, which in a loop that waits
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 from elaunch import earlysignals
@@ -46,25 +45,6 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # or the interpreter writes nothing
     earlysignals.release()
-
-
-def timer(
-    at: float, before_end: float | None, post: Callable[[events.Event], None]
-) -> threading.Timer:
-    """Return a started timer that posts PreemptAsked ``at`` that time, in seconds of the epoch.
-
-    ``before_end``: how long before the platform's end that is; what is left counts when it fires.
-    """
-
-    def due() -> None:
-        left = None if before_end is None else max(0.0, at + before_end - time.time())
-        post(events.PreemptAsked("the time of --preempt-at has come", lambda _: None, left))
-
-    # A wait of C's may not be longer than this; nobody waits for 100 days.
-    made = threading.Timer(min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0), due)
-    made.daemon = True
-    made.start()
-    return made
 
 
 def not_ignored(signums: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from elaunch.agent import noticecommand
+from elaunch.agent.children import Reaper
 from elaunch.agent.noticecommand import NoticeCommand, parse
-from elaunch.agent.workers.server import Reaper
 from tests.launching import wait_until
 
 LONG = 60.0

@@ -26,12 +26,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Finish, Notify
 from elaunch.agent.policy.turn import Turn
-from elaunch.agent.shellcommand import ShellCommand
 from elaunch.agent.status.posting import REFUSED, post
-from elaunch.agent.workers.server import Reaper
 from elaunch.endings import how_it_ended
 from elaunch.text import one_line
 

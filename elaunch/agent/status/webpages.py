@@ -1,7 +1,7 @@
 """``--dashboard``: ``elaunch dashboard`` of this run, for as long as the run lasts.
 
 It is a process of its own, in a session of its own, so that pages neither cost the agent memory nor
-hold it up; it ends with the agent, however that ends (elaunch.agent.shellcommand). Of several nodes
+hold it up; it ends with the agent, however that ends (elaunch.agent.children). Of several nodes
 the one that is node 0 in the first round that it takes part in has it. A port that is taken is
 replaced by a free one. A server that ends is started again, RESTARTS times.
 """
@@ -19,9 +19,8 @@ from typing import Final, TextIO
 from urllib.parse import urlsplit
 
 import elaunch
+from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy.turn import Turn
-from elaunch.agent.shellcommand import ShellCommand
-from elaunch.agent.workers.server import Reaper
 from elaunch.config import Settings
 from elaunch.text import one_line
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from signal import Signals
 
 from elaunch import env
+from elaunch.agent.children import Reaper
 from elaunch.agent.context import RunContext
 from elaunch.agent.logs import files
 from elaunch.agent.logs.pump import LogPump
@@ -24,7 +25,7 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
+from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.checkpoint.search.placeholder import fill_placeholders

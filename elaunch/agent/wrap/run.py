@@ -36,9 +36,10 @@ from signal import Signals
 
 from elaunch import env
 from elaunch.agent import signals
+from elaunch.agent.children import Reaper
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
-from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
+from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError

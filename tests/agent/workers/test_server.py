@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 import pytest
 
 from elaunch import proc
+from elaunch.agent.children import Reaper
 from elaunch.agent.policy import events
 from elaunch.agent.workers import server as workerserver
-from elaunch.agent.workers.server import Reaper, ServerPlan, WorkerServer
+from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.errors import ServerError
 from elaunch.proc import read_process
 from elaunch.server import loop

@@ -1,7 +1,8 @@
-"""A command of the shell that an agent runs, in a session of its own.
+"""The agent's children: one thread waits for all, and a command of the shell is one of them.
 
-A pipe is its lifeline: a shell beside it waits for the pipe's end, and kills the command's process
-group then, also when the agent was killed. What the command leaves behind ends with it.
+A command runs in a session of its own. A pipe is its lifeline: a shell beside it waits for the
+pipe's end, and kills the command's process group then, also when the agent was killed. What the
+command leaves behind ends with it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,79 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from typing import Final
-
-from elaunch.agent.workers.server import Reaper
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 PIPE: Final = 1 << 16
 """Bytes that a pipe takes."""
 _SHELL: Final = '(read -r x <&3; kill -9 0) >/dev/null 2>&1 </dev/null & exec sh -c "$1" 3<&-'
+
+Ended = Callable[[int], None]
+
+
+class Reaper:
+    """Starts children in sessions of their own and calls their starters when they end.
+
+    One thread in ``waitpid(-1)`` for the agent's whole life waits for all children: the server, and
+    orphans that come to a subreaper or to PID 1. A second one would take the ends of children that
+    the first is asked about.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: dict[int, Ended] = {}
+        self._any_child = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        ended: Ended,
+        files: Sequence[tuple[Any, ...]] = (),
+    ) -> int:
+        """Start ``argv`` and return its pid; raises OSError.
+
+        ``ended`` is called once, in the reaper's thread, with the exit code (negative: signal).
+        ``files`` are file actions of os.posix_spawn.
+        """
+        with self._lock:  # a child that ends at once is looked up when it is known, not before
+            pid = os.posix_spawnp(
+                argv[0],
+                list(argv),
+                environ,
+                file_actions=files,
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            )
+            self._ended[pid] = ended
+        self._begin()
+        return pid
+
+    def adopt(self, pid: int, ended: Ended) -> None:
+        """Wait for a child that this process had before it was an agent; see :meth:`spawn`."""
+        with self._lock:
+            self._ended[pid] = ended
+        self._begin()
+
+    def _begin(self) -> None:
+        self._any_child.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._reap, name="reaper", daemon=True)
+            self._thread.start()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:  # none at all: the next spawn wakes this thread
+                self._any_child.wait()
+                self._any_child.clear()
+                continue
+            with self._lock:
+                ended = self._ended.pop(pid, None)
+            if ended is not None:
+                ended(os.waitstatus_to_exitcode(status))
 
 
 class ShellCommand:
