@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.integration.jobs import FORK, PROGRESS, WAITING
+from tests.integration.jobs import FORK, PROGRESS, UNUSUAL, WAITING
 from tests.integration.nodes import DEADLINE, Build, Job, over, wait_until_said
 from tests.launching import wait_until
 
@@ -72,6 +72,44 @@ def test_the_culprit_is_found_among_all_nodes_ranks(cluster: Build, what: str) -
     assert [one.returncode for one in done] == [77, 77], done
     assert WORDS[what] in done[0].stderr and WORDS[what] in done[1].stderr
     assert "(on node2)" in done[0].stderr or what == "collective"
+
+
+NODES = {
+    "before": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 wait there since",
+    "gil": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 wait there since",
+    "stopped": "rank 2 does not answer (the process is stopped by a signal",
+    "size": "rank 2 has entered all_reduce #31 with 8 of Float, ranks 0, 1, 3 have entered",
+    "order": "ranks 0, 1, 3 wait in all_reduce #31 for rank 2, rank 2 waits in all_reduce #1 of ",
+    "monitored": "rank 2 has not entered monitored_barrier; ranks 0, 1, 3 wait there since",
+    "ring": "rank 2 has not entered all_reduce #31; rank 0 waits there since",
+    "pipeline": "rank 2 waits for no other rank; ranks 0, 1, 3 wait in ",
+    "half-barrier": "rank 2 has not entered all_reduce #31; ranks 0, 1 wait there since",
+    "halves-apart": "rank 2 has not entered all_reduce #31 of the group of ranks 2, 3; ",
+    "backward": "rank 2, whose interpreter ends, has not entered all_reduce #",
+    "unsent": "ranks 0-2 wait in all_reduce #31 for rank 3 since",
+}
+
+
+@pytest.mark.trial
+@pytest.mark.parametrize("what", NODES)
+def test_the_culprit_of_two_nodes(cluster: Build, what: str) -> None:
+    """Whatever rank 2 does, both nodes' reports begin with it, and accuse no other rank."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--nproc-per-node=2", "--hang-timeout=4", "-r", "3"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    script = WAITING if what in ("before", "gil", "stopped", "size", "order") else UNUSUAL
+    agents = [
+        job.start(n, flags, [what, "2", "30", "200"], method=(), script=script, env=env)
+        for n in (1, 2)
+    ]
+    done = [agent.wait(2 * DEADLINE) for agent in agents]
+    assert [one.returncode for one in done] in ([77, 77], [1, 1]), done
+    reports = [
+        json.loads(path.read_text()) for path in job.machines.directory.rglob("failure-0.json")
+    ]
+    accused = {rank for found in reports if found["culprit"] for rank in found["culprit_ranks"]}
+    assert accused <= {2}, reports
+    assert done[0].returncode == 1 or all(NODES[what] in one.stderr for one in done), done
 
 
 def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:

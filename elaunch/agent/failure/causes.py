@@ -325,7 +325,8 @@ _RANKS: Final = (
         "A collective was waited for until its timeout: another rank was slow, hung, or called "
         "collectives in another order.",
         "That rank's log tells more; --hang-timeout names the rank and shows where all stand.",
-        r"Timed out waiting \d+ms for|\bCollectiveTimeout:",
+        r"Timed out waiting \d+ms for|\bCollectiveTimeout:|failed to pass monitoredBarrier"
+        r"|successfully reached monitoredBarrier, but received errors",
         victim=True,
     ),
     Cause(

@@ -26,7 +26,9 @@ from msgspec.structs import replace
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
-from elaunch.agent.hangs.stackdump import Scene, StackGroup
+from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
@@ -70,9 +72,8 @@ class Circumstances(Struct, frozen=True):
 
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
     ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
-    exit is the cause, and all but crashes are elaunch's doing. ``culprit`` names the guilty rank in
-    a sentence, where that is known otherwise; ``at_step`` is the furthest step that a worker has
-    shown. ``scene`` is where the others were when it failed.
+    exit is the cause, and all but crashes are elaunch's doing. ``at_step`` is the furthest step
+    that a worker has shown. ``scene`` is where the others were when it failed.
     """
 
     started_at: float | None = None
@@ -80,7 +81,6 @@ class Circumstances(Struct, frozen=True):
     noticed_monotonic: float | None = None
     shm_free: int | None = None
     hang: Hang | None = None
-    culprit: str = ""
     at_step: int | None = None
     scene: Scene | None = None
 
@@ -154,7 +154,8 @@ class FailureReport(Struct, frozen=True):
     """Everything that is known of one failed round on this node.
 
     ``first`` is the worker that failed first, or, with a ``hang``, the one that stands still.
-    ``follows`` is the round that follows, once it begins.
+    ``culprit`` is who is guilty, where another thing than its own end shows that. ``follows`` is
+    the round that follows, once it begins.
     """
 
     name: str
@@ -166,7 +167,7 @@ class FailureReport(Struct, frozen=True):
     seconds_into_round: float | None
     noticed_monotonic: float | None
     hang: Hang | None = None
-    culprit: str = ""
+    culprit: Culprit | None = None
     at_step: int | None = None
     follows: Round | None = None
     scene: Scene | None = None
@@ -181,7 +182,8 @@ class FailureReport(Struct, frozen=True):
         """The worker that failed for a reason of its own, where the first shows a victim's."""
         if not self.first.explanation.victim:
             return None
-        return next((each for each in self.victims if not each.explanation.victim), None)
+        own = (each for each in self.victims if not each.explanation.victim)
+        return next((each for each in own if each.message or each.explanation.code), None)
 
     @property
     def code(self) -> str:
@@ -195,22 +197,8 @@ class FailureReport(Struct, frozen=True):
         """The rank that is to blame and what it failed with, in one sentence."""
         if self.hang is not None:
             return one_line(self.hang.reason)
-        guilty = self.likelier or self.first
-        known, end = guilty.explanation, guilty.exit.text
-        if self.culprit:
-            said = self.culprit
-        elif known.victim:
-            said = f"{end}, which a rank does whose peer was gone before"
-        elif guilty.message:
-            place = tracebacks.place_of(guilty.traceback)
-            where = f" at {place}" if place else ""
-            error = guilty.message.strip().partition("\n")[0]
-            said = f"rank {guilty.exit.rank} failed{where}: {error}"
-        elif known.text:
-            said = f"{end}. {known.text.partition('. ')[0].rstrip('.')}"
-        else:
-            said = end
-        line = one_line(said)
+        said = self.culprit.sentence if self.culprit else ""
+        line = one_line(said or failed(self.likelier or self.first))
         return line if len(line) <= MAX_HEADLINE else f"{line[: MAX_HEADLINE - 2]} …"
 
     @property
@@ -246,7 +234,8 @@ class FailureReport(Struct, frozen=True):
             "likely_victim": self.first.explanation.victim,
             "likelier": self.likelier.exit.rank if self.likelier else None,
             "code": self.code or None,
-            "culprit": self.culprit or None,
+            "culprit": self.culprit.sentence or None if self.culprit else None,
+            "culprit_ranks": list(self.culprit.ranks) if self.culprit else [],
             "at_step": self.at_step,
             "steps_lost": self.steps_lost,
             "follows": _follows_dict(self.follows) if self.follows else None,
@@ -296,10 +285,24 @@ def build(
         seconds_into_round=None if began is None else max(0.0, failed_at - began),
         noticed_monotonic=circumstances.noticed_monotonic,
         hang=hang,
-        culprit=circumstances.culprit,
         at_step=circumstances.at_step,
         scene=circumstances.scene,
     )
+
+
+def failed(failure: Failure) -> str:
+    """Return what a rank failed with, in one sentence."""
+    known, end = failure.explanation, failure.exit.text
+    if known.victim:
+        return f"{end}, which a rank does whose peer was gone before"
+    if failure.message:
+        place = tracebacks.place_of(failure.traceback)
+        where = f" at {place}" if place else ""
+        error = failure.message.strip().partition("\n")[0]
+        return f"rank {failure.exit.rank} failed{where}: {error}"
+    if known.text:
+        return f"{end}. {known.text.partition('. ')[0].rstrip('.')}"
+    return end
 
 
 def summary(report: FailureReport) -> str:

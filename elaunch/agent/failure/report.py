@@ -37,6 +37,16 @@ The table is torchrun's character for character, since schedulers and log parser
 ``ChildFailedError.format_msg`` of torch 2.13 writes, below the line with which Python begins to
 print that exception. A row's number is its place in the order of ranks.
 
+Where another rank than the first is guilty, what is known of that one comes before it::
+
+    rank 1 has not entered all_reduce #61; ranks 0, 2, 3 wait there since 30m 00s
+    Rank 1 was here, most recent call first:
+      File "train.py", line 31 in read
+    Its log: …
+
+    First to fail: rank 3 (local_rank 3, pid 4713) on host node0 exited with code 1, …
+    It is a victim of that. (elaunch explain E-COLLECTIVE-TIMEOUT)
+
 Of a round that hung the first lines are::
 
     rank 3 has made no progress for 60 s (step 41; the others are at step 42)
@@ -136,31 +146,72 @@ def _cause(report: FailureReport) -> Iterator[str]:
         return
     if not report.headline.startswith(end.text):  # else the next lines say no less
         yield report.headline
-    yield f"{_identity(end)} on host {report.host} {end.how}{when}"
+    told = list(_guilty(report))
+    yield from told
+    begins = "First to fail: " if told else ""
+    yield f"{begins}{_identity(end)} on host {report.host} {end.how}{when}"
     scene = "" if report.scene is None else report.scene.sentence
-    told = f"Meanwhile {scene}." if scene and not report.culprit else ""
-    explanations = [_coded(first.explanation), *_likelier(report), told]
-    yield from (line for text in explanations for line in _wrap(text))
+    meanwhile = f"Meanwhile {scene}." if scene and not report.culprit else ""
+    for line in (_reason(report), *_likelier(report), meanwhile):
+        yield from _wrap(line)
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
     yield from _evidence(first)
-    logs = [path for path in (first.stderr_path, first.stdout_path) if path]
+    yield from _log(first)
+
+
+def _guilty(report: FailureReport) -> Iterator[str]:
+    """Yield what is known of the guilty rank, where that is not the first to fail."""
+    culprit = report.culprit
+    if culprit is None:
+        return
+    others = (*report.victims, *report.stopped)
+    for one in (each for each in others if each.exit.rank in culprit.ranks[:1]):
+        yield from _wrap(_coded(one.explanation))
+        if one.message:
+            yield from _evidence(one)
+        elif stack := _stack(report, one.exit.rank):
+            yield f"Rank {one.exit.rank} was here, most recent call first:"
+            yield from (f"  {frame}" for frame in stack)
+        yield from _log(one)
+        yield ""
+
+
+def _stack(report: FailureReport, rank: int) -> Sequence[str]:
+    groups = () if report.scene is None else report.scene.groups
+    return next((group.main for group in groups if rank in group.ranks), ())
+
+
+def _reason(report: FailureReport) -> str:
+    """Return why the first failed; of a victim whose culprit is known no more than that it is."""
+    known, culprit = report.first.explanation, report.culprit
+    accused = () if culprit is None else culprit.ranks
+    if known.victim and accused and report.first.exit.rank not in accused:
+        return f"It is a victim of that. (elaunch explain {known.code})"
+    return _coded(known)
+
+
+def _log(failure: Failure) -> Iterator[str]:
+    logs = [path for path in (failure.stderr_path, failure.stdout_path) if path]
     if logs:
         yield "Its log: " + " and ".join(dict.fromkeys(logs))
 
 
 def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     """Yield who stands still, for how long, and what all were doing."""
-    first, end = report.first, report.first.exit
+    named = report.culprit.ranks if report.culprit and report.culprit.ranks else hang.ranks
+    everyone = (report.first, *report.victims, *report.stopped)
+    guilty = next((each for each in everyone if (each.exit.rank,) == named), None)
     yield from _wrap(hang.reason)
-    only = hang.ranks == (end.rank,)
-    who = f"local_rank {end.local_rank}, pid {end.pid}, " if only else ""
+    who = f"local_rank {guilty.exit.local_rank}, pid {guilty.exit.pid}, " if guilty else ""
     yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
     yield f"(elaunch explain {report.code})"
+    if guilty and guilty.message:
+        yield "The last exception in its stderr:"
+        yield from (f"  {line}".rstrip() for line in guilty.traceback)
     yield from hang_lines(hang)
-    logs = [path for path in (first.stderr_path, first.stdout_path) if path and only]
-    if logs:
-        yield "Its log: " + " and ".join(dict.fromkeys(logs))
+    if guilty:
+        yield from _log(guilty)
 
 
 def _evidence(failure: Failure) -> Iterator[str]:
@@ -183,7 +234,7 @@ def _evidence(failure: Failure) -> Iterator[str]:
 def _likelier(report: FailureReport) -> Iterator[str]:
     """Yield a hint at another rank if the first one's error is what a victim shows."""
     other = report.likelier
-    if other is not None:
+    if other is not None and not report.culprit:
         said = f": {_first_line(other.message)}" if other.message else ""
         yield f"The likelier cause is rank {other.exit.rank}, which {other.exit.how}{said}"
         yield _coded(other.explanation)

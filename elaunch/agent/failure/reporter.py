@@ -20,9 +20,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from elaunch import text
-from elaunch.agent.failure import ends, memory, report
-from elaunch.agent.hangs.stackdump import Scene
+from elaunch.agent.failure import culprit, ends, memory, report
+from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -176,7 +176,6 @@ class Reporter:
             noticed_monotonic=self._noticed,
             shm_free=self._shm_free,
             hang=_hang(state),
-            culprit=_culprit(state, scene),
             at_step=self._at_step,
             scene=scene,
         )
@@ -190,9 +189,14 @@ class Reporter:
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
-        if made.culprit or state.limits.meets or made.code != "E-PEER-LOST":
-            return made
-        return replace(made, culprit=_lost_peer(self._ended, state.first_rank))
+        return replace(made, culprit=self._culprit(state, made))
+
+    def _culprit(self, state: State, made: ends.FailureReport) -> Culprit | None:
+        hang = state.hang
+        if hang is not None and made.hang is not None:
+            return culprit.of_hang(made, hang)
+        ended = [state.first_rank + local_rank for local_rank in self._ended]
+        return culprit.of_failure(made, ended, 0 if state.limits.meets else state.limits.nproc)
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
@@ -235,21 +239,6 @@ def _first(state: State) -> int:
     ended = [event.local_rank for event in (*state.later, *state.stopped)]
     hung = [rank - state.first_rank for rank in state.hang.ranks]
     return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
-
-
-def _culprit(state: State, scene: Scene | None) -> str:
-    if state.hang is not None and state.hung:
-        return state.hang.culprit
-    return scene.sentence if scene is not None and scene.lasting else ""
-
-
-def _lost_peer(ended: frozenset[int], first_rank: int) -> str:
-    """Return which ranks had ended with 0 when the first lost its connection to another, or ""."""
-    if not ended:
-        return ""
-    ranks = [first_rank + local_rank for local_rank in ended]
-    have, them = ("has", "it") if len(ranks) == 1 else ("have", "them")
-    return f"{text.ranks(ranks)} {have} ended with 0, and the others have lost {them}"
 
 
 def _hang(state: State) -> ends.Hang | None:

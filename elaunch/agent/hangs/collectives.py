@@ -9,9 +9,11 @@ finding       evidence
 differ        some rank waits in a group, in which two ranks entered different collectives under
               one number, or one collective with different sizes or types; the fewer are named
 behind        ranks wait in a collective that another one has not entered, and that one waits in
-              none; it has ended, it may be
+              none; it has ended, it may be, or its interpreter ends
 apart         ranks wait for each other in different groups: they enter them in different orders
 inside        ranks are still in a collective that all have entered, and that others have left
+idle          ranks wait in what torch does not record (a send, a receive, a group in the making),
+              and another one waits for nobody
 silent        ranks wait in a collective that all have entered who answer; another rank does not,
               and is named if its process is stopped
 together      all ranks are in one collective, and none has left it
@@ -19,14 +21,16 @@ together      all ranks are in one collective, and none has left it
 
 Nobody is accused without evidence: a rank whose record does not reach back so far, or of which no
 answer came, is no culprit. Of ranks that differ the fewer are named, of ranks that wait for each
-other the one for which the most wait; nobody where there are as many on both sides.
+other the one for which the most wait; nobody where there are as many on both sides. Where most
+ranks have ended before a collective, those are named that go on. A collective with a root is left
+by some ranks before others: to be still in it is no fault.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -40,7 +44,11 @@ _EQUAL: Final = frozenset(
 )
 """Collectives of which every rank's input has one size and type."""
 
+_ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""Collectives that a rank may leave before all others have entered them."""
 
+TOGETHER: Final = frozenset({"monitored_barrier", "new_group"})
+"""What all ranks of a group enter, and torch does not record."""
 LASTING_S: Final = 10.0
 """Seconds that ranks have waited for one that is no longer just the slower."""
 
@@ -93,7 +101,8 @@ class RankPlace(Struct, frozen=True):
     """Where a rank is, by group; ``receives`` are sends and receives in which it waits.
 
     ``problem`` is why that is unknown, ``stopped`` that this is since the process is stopped;
-    ``ended``: it has ended. ``done`` grows with all that it begins and ends in its groups.
+    ``ended``: it has ended; ``leaving``: its interpreter ends, so that it enters no collective any
+    more. ``done`` grows with all that it begins and ends in its groups.
     """
 
     groups: Mapping[str, GroupPlace] = {}
@@ -102,6 +111,7 @@ class RankPlace(Struct, frozen=True):
     problem: str = ""
     stopped: bool = False
     ended: bool = False
+    leaving: bool = False
 
     @property
     def waits(self) -> bool:
@@ -123,13 +133,15 @@ class RankPlace(Struct, frozen=True):
 class Culprit(Struct, frozen=True):
     """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is.
 
-    ``lasting``: it is the cause of a failure that was seen meanwhile, too, and no chance of the
-    moment.
+    ``lasting``: it may be the cause of a failure that was seen meanwhile, too, and is no chance of
+    the moment. ``kind`` is "differ" where the collectives do, "ended" of ranks that have, and
+    "leaving" of those whose interpreters end, which may have lost another.
     """
 
     ranks: tuple[int, ...]
     sentence: str
     lasting: bool = False
+    kind: Literal["differ", "ended", "leaving", ""] = ""
 
 
 class _Wait(Struct, frozen=True):
@@ -144,27 +156,57 @@ class _Wait(Struct, frozen=True):
     members: tuple[int, ...]
 
 
-def find(places: Mapping[int, RankPlace], now: float, failed: bool = False) -> Culprit | None:
+def find(
+    places: Mapping[int, RankPlace],
+    now: float,
+    *,
+    failed: bool = False,
+    least: float = 0.0,
+    late: Collection[int] = (),
+) -> Culprit | None:
     """Return what the places of the ranks show; None where that is no evidence of anything.
 
     Args:
         places: by rank; of ranks that are not there nothing is known.
         now: seconds since 1970, by the clock of the machine whose ranks these are.
         failed: a rank has failed, so that others leave a collective by an error.
+        least: seconds; a collective in which ranks wait for less is one of those that go on.
+        late: ranks that are known to have stood still for long: only such ones are named because
+            they wait for nobody.
     """
     if (found := _differing(places, now)) is not None:
         return found
-    waits = _waits(places)
+    waits = [wait for wait in _waits(places) if now - wait.call.at >= least]
     behind = [wait for wait in waits if wait.missing]
     if behind:
         return _behind(behind, places, now)
-    return _inside(waits, places, now, failed)
+    return _inside(waits, places, now, failed) or (
+        None if waits else _idle(places, late, now, least)
+    )
+
+
+def still(found: Culprit, before: Mapping[int, RankPlace], places: Mapping[int, RankPlace]) -> bool:
+    """Whether ranks that were named have stood still from the places ``before`` to these.
+
+    Not where one has not answered since, has done anything, or has come to wait itself.
+    """
+    for rank in found.ranks:
+        then, now = before.get(rank), places.get(rank)
+        if then is None or now is None or then.problem or now.problem:
+            return False
+        if now.is_held or (now.done, now.groups, now.leaving) != (
+            then.done,
+            then.groups,
+            then.leaving,
+        ):
+            return False
+    return bool(found.ranks)
 
 
 def waited(places: Mapping[int, RankPlace], now: float) -> float:
     """Return for how many seconds a rank has waited, that which has waited longest; 0: none waits.
 
-    A receive of gloo, of which only the stack shows that it is there, counts as a long one.
+    A receive of gloo, of which only the stack shows that it is there, counts since it is known.
     """
     return max((now - call.at for one in places.values() for call in one.awaited), default=0.0)
 
@@ -219,7 +261,7 @@ def _standing(
     place = places.get(rank)
     if place is None:
         return "elsewhere"
-    if place.ended:
+    if place.ended or place.leaving:
         return "behind"
     if place.problem:
         return "unknown"
@@ -271,7 +313,7 @@ def _told_apart(
     named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
     what = "sizes or types" if same_name else "collectives"
     told = f"{parts[0]}, {', '.join(parts[1:])}: the {what} differ{since}"
-    return Culprit(tuple(sorted(named)), told, lasting=True)
+    return Culprit(tuple(sorted(named)), told, lasting=True, kind="differ")
 
 
 def _described(call: CollectiveCall, sized: bool) -> str:
@@ -284,12 +326,8 @@ def _described(call: CollectiveCall, sized: bool) -> str:
 def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> Culprit:
     for wait in waits:
         outside = [rank for rank in wait.missing if not places[rank].waits]
-        ended = [rank for rank in outside if places[rank].ended]
         if outside:
-            who, done = (ended, "ended before") if ended else (outside, "not entered")
-            told = f"{text.ranks(who)} {_have(who)} {done} {_named(wait)}"
-            lasting = bool(ended) or now - wait.call.at > LASTING_S
-            return Culprit(tuple(who), f"{told}; {_waiting(wait, now, 'there')}", lasting)
+            return _absent(wait, outside, places, now)
     parts = [
         f"{text.ranks(wait.ranks)} {_verb(wait.ranks)} in {_named(wait)} for "
         f"{text.ranks(wait.missing)}"
@@ -308,6 +346,56 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
     )
 
 
+def _absent(
+    wait: _Wait, outside: list[int], places: Mapping[int, RankPlace], now: float
+) -> Culprit:
+    """Return that ranks which wait nowhere have not entered a collective."""
+    if ended := [rank for rank in outside if places[rank].ended]:
+        rest = len(wait.members) - len(ended)
+        if len(ended) >= rest:
+            told = f"{_waiting(wait, now, f'in {_named(wait)}')}, before which {text.ranks(ended)}"
+            named = wait.ranks if len(ended) > rest else ()
+            return Culprit(named, f"{told} {_have(ended)} ended", True, "ended")
+        told = f"{text.ranks(ended)} {_have(ended)} ended before {_named(wait)}"
+        return Culprit(tuple(ended), f"{told}; {_waiting(wait, now, 'there')}", True, "ended")
+    lasting = now - wait.call.at > LASTING_S
+    standing = [rank for rank in outside if not places[rank].leaving]
+    who = text.ranks(standing) if standing else f"{text.ranks(outside)}, {_ending(outside)},"
+    absent = standing or outside
+    told = f"{who} {_have(absent)} not entered {_named(wait)}; {_waiting(wait, now, 'there')}"
+    return Culprit(tuple(absent), told, lasting, "" if standing else "leaving")
+
+
+def _idle(
+    places: Mapping[int, RankPlace], late: Collection[int], now: float, least: float
+) -> Culprit | None:
+    """Return which ranks wait for nobody, while all others wait in what torch does not record."""
+    groups = (group for place in places.values() for group in place.groups.values())
+    members = {rank for group in groups for rank in group.members}
+    unknown = any(place.problem and not place.stopped for place in places.values())
+    if unknown or not members <= places.keys():
+        return None
+    waiting = [rank for rank, place in sorted(places.items()) if place.receives]
+    idle = [rank for rank, one in sorted(places.items()) if not (one.receives or one.ended)]
+    if not waiting or not idle or not set(idle) <= set(late):
+        return None
+    since = now - max(one.at for rank in waiting for one in places[rank].receives)
+    if 1 < len(idle) >= len(waiting) or since < least:
+        return None
+    names = dict.fromkeys(one.name for rank in waiting for one in places[rank].receives)
+    where, there = (
+        f"in {text.one_line(', '.join(names))}",
+        f"{text.ranks(waiting)} {_verb(waiting)}",
+    )
+    if stopped := [rank for rank in idle if places[rank].stopped]:
+        told, idle = _silent(stopped, places), stopped
+    elif len(names) == 1 and TOGETHER & names.keys():
+        told, where = f"{text.ranks(idle)} {_have(idle)} not entered {next(iter(names))}", "there"
+    else:
+        told = f"{text.ranks(idle)} {_verb(idle)} for no other rank"
+    return Culprit(tuple(idle), f"{told}; {there} {where} since {_seconds(since)}")
+
+
 def _most_awaited(waits: list[_Wait]) -> tuple[int, ...]:
     """Return the rank for which the most others wait; none where two are equal in that."""
     awaited: Counter[int] = Counter()
@@ -323,8 +411,7 @@ def _inside(
     for wait in waits:
         silent = [rank for rank in wait.unknown if places[rank].problem]
         if silent and len(silent) == len(wait.unknown):
-            why = text.one_line(places[silent[0]].problem)
-            told = f"{text.ranks(silent)} {_does(silent)} not answer ({why})"
+            told = _silent(silent, places)
             stopped = tuple(rank for rank in silent if places[rank].stopped)
             return Culprit(stopped, f"{told}; {_waiting(wait, now, f'in {_named(wait)}')}")
         if wait.unknown:
@@ -333,7 +420,8 @@ def _inside(
             are = "is" if len(wait.ranks) == 1 else "are"
             have = f"which {text.ranks(wait.left)} {_have(wait.left)} left"
             told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)}, {have}"
-            return Culprit(wait.ranks, f"{told}, since {_seconds(now - wait.call.at)}")
+            named = () if wait.call.name in _ROOTED else wait.ranks
+            return Culprit(named, f"{told}, since {_seconds(now - wait.call.at)}")
         elsewhere = len(wait.ranks) < len(wait.members)
         since = _seconds(now - wait.call.at)
         if elsewhere:
@@ -358,7 +446,16 @@ def _waiting(wait: _Wait, now: float, where: str) -> str:
     return f"{who} {_verb(wait.ranks)} {where} since {since}"
 
 
-def _verb(ranks: tuple[int, ...]) -> str:
+def _silent(ranks: list[int], places: Mapping[int, RankPlace]) -> str:
+    why = text.one_line(places[ranks[0]].problem)
+    return f"{text.ranks(ranks)} {_does(ranks)} not answer ({why})"
+
+
+def _ending(ranks: list[int]) -> str:
+    return f"whose {'interpreter ends' if len(ranks) == 1 else 'interpreters end'}"
+
+
+def _verb(ranks: Collection[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 

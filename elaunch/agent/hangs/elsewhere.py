@@ -77,4 +77,5 @@ def _moved(place: RankPlace, later: float) -> RankPlace:
         name: replace(group, calls=tuple(replace(one, at=one.at + later) for one in group.calls))
         for name, group in place.groups.items()
     }
-    return replace(place, groups=groups)
+    receives = tuple(replace(one, at=one.at + later) for one in place.receives)
+    return replace(place, groups=groups, receives=receives)

@@ -33,6 +33,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elaunch import text
+from elaunch.agent.hangs.collectives import Culprit
 
 Source = Literal["script", "log lines", "collectives"]
 
@@ -210,6 +211,7 @@ class HangVerdict(Struct, frozen=True):
     culprit: str = ""
     patience: float = 0.0
     idle: float = 0.0
+    leaving: tuple[int, ...] = ()
 
 
 def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
@@ -234,6 +236,30 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
     patience = min(_patience(history.ranks[rank], limit) for rank in late)
     found = _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
     return replace(found, patience=patience)
+
+
+def accuse(
+    found: HangVerdict, culprit: Culprit | None, everyone: tuple[int, ...], waits: bool
+) -> HangVerdict:
+    """Return the verdict with what the collectives show of it.
+
+    Args:
+        found: what the history shows.
+        culprit: what the collectives show.
+        everyone: the living ranks.
+        waits: one of the verdict's ranks waits for another, so that it is not to be accused.
+    """
+    by_collectives = found.source == "collectives"
+    if culprit is None:
+        unnamed = replace(found, ranks=everyone, named=False)
+        return unnamed if by_collectives and waits else found
+    told, leaving = culprit.sentence, culprit.kind == "leaving"
+    ranks = () if leaving else culprit.ranks
+    reason = f"{told} ({found.reason})" if ranks or not by_collectives else told
+    found = replace(found, reason=reason, culprit=told, leaving=culprit.ranks if leaving else ())
+    if ranks:
+        return replace(found, ranks=ranks, named=True)
+    return replace(found, ranks=everyone, named=False) if by_collectives else found
 
 
 def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from elaunch import proc
 from elaunch.agent.hangs import stackdump, stacks
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
@@ -57,10 +58,33 @@ _UNRECORDED: Final = {
 """Functions of torch that wait for another rank and are not recorded, with what a script calls."""
 _FRAME: Final = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _TORCHS: Final = "/torch/distributed/distributed_c10d.py"
+QUIET: Final = 2
+"""So often the first thread of a process may have been woken that has waited all the time."""
 SOURCE_S: Final = 0.1
 """Seconds for a file system to answer when the line at which a worker is is read."""
 _WAIT: Final = ".wait("
-"""At such a line a newest frame is in ``Work.wait``: other waits have a frame of their own."""
+"""At such a line a newest frame is in the ``wait`` of a Work, a store or a Future of torch's: other
+waits have a frame of their own."""
+
+
+class _Unrecorded(NamedTuple):
+    """A wait that torch does not record: its function, the process, and since when it is known.
+
+    ``woken`` is how often the process's first thread has been woken in its life.
+    """
+
+    name: str
+    pid: int
+    woken: int
+    at: float
+
+    def after(self, before: _Unrecorded | None) -> _Unrecorded:
+        """Return this wait, or the one seen before, if it is the same."""
+        if before is None or (before.name, before.pid) != (self.name, self.pid):
+            return self
+        # A group that is made takes some messages; there is not one after the other.
+        same = self.name == "new_group" or self.woken - before.woken <= QUIET
+        return before if same else self
 
 
 class _Entry(msgspec.Struct):
@@ -98,11 +122,12 @@ class Recorders:
         self._run_dir = run_dir
         self._round: Round | None = None
         self._ended: frozenset[int] = frozenset()
+        self._since: Mapping[int, _Unrecorded] = {}
 
     def begin(self, begun: Round) -> None:
         """Forget the round before, and remove what its workers have left."""
         self.close()
-        self._ended, self._round = frozenset(), begun
+        self._ended, self._round, self._since = frozenset(), begun, {}
 
     def see(self, event: events.Event) -> None:
         """Take down which workers have ended with 0."""
@@ -122,17 +147,26 @@ class Recorders:
         """Return the places, with the waits for another rank that torch does not record.
 
         Those of gloo's sends and receives are such: the stack of a rank shows that it is in one.
+        It waits since it was first seen there, if it has not been woken since: the next of many
+        looks the same.
         """
-        outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
+        outside = [
+            rank for rank, one in places.items() if not (one.is_held or one.problem or one.leaving)
+        ]
         asked = {rank: pids[rank] for rank in outside if rank in pids}
-        return _awaiting(places, self._ask(asked, until, (STACKS,))[1], pids)
+        dumps = self._ask(asked, until, (STACKS,))[1]
+        waits = {rank: _unrecorded(pids[rank], dump) for rank, dump in dumps.items()}
+        found = {rank: one for rank, one in waits.items() if one is not None}
+        self._since = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
+        return _awaiting(places, self._since)
 
     def scene(
         self, pids: Mapping[int, int], until: float
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
         """Return where the living workers are, and the stacks of those that let Python go."""
         places, dumps = self._ask(pids, until, (TRACE, STACKS))
-        return _awaiting(places, dumps, pids), dumps
+        waits = {rank: _unrecorded(pids[rank], dump) for rank, dump in dumps.items()}
+        return _awaiting(places, {k: one for k, one in waits.items() if one is not None}), dumps
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
         """Return the stacks of those workers that let Python go, as :meth:`places` does."""
@@ -254,7 +288,8 @@ def _close(connection: object) -> None:
 def _read(rank: int, world_size: int, answer: bytes | OSError, path: Path) -> RankPlace | None:
     """Return where a worker is by its answer; None of one that has made no process group."""
     if isinstance(answer, FileNotFoundError):
-        return None
+        # It takes its socket away when its interpreter ends; its groups stay.
+        return RankPlace(leaving=True) if groups_path(path).exists() else None
     if isinstance(answer, OSError):
         return RankPlace(problem=answer.strerror or str(answer))
     try:
@@ -310,17 +345,25 @@ def _call(entry: _Entry) -> CollectiveCall:
 
 
 def _awaiting(
-    places: Mapping[int, RankPlace], dumps: Mapping[int, Dump], pids: Mapping[int, int]
+    places: Mapping[int, RankPlace], waits: Mapping[int, _Unrecorded]
 ) -> dict[int, RankPlace]:
     """Return the places; of a rank in no collective with the wait that its stack shows."""
     found = dict(places)
-    for rank, dump in dumps.items():
+    for rank, one in waits.items():
         place = places.get(rank)
-        if place is None or place.is_held or place.problem:
-            continue
-        if waits := _waits_in(pids[rank], dump):
-            found[rank] = replace(place, receives=(CollectiveCall(0, waits, waits=True),))
+        if place is not None and not (place.is_held or place.problem):
+            call = CollectiveCall(0, one.name, at=one.at, waits=True)
+            found[rank] = replace(place, receives=(call,))
     return found
+
+
+def _unrecorded(pid: int, dump: Dump) -> _Unrecorded | None:
+    """Return the wait for another rank that the stack of a process shows, if it does."""
+    name = _waits_in(pid, dump)
+    if not name:
+        return None
+    woken = proc.status(pid).get("voluntary_ctxt_switches", "")
+    return _Unrecorded(name, pid, int(woken) if woken.isdigit() else -1, time.time())
 
 
 def _waits_in(pid: int, dump: Dump) -> str:
@@ -335,7 +378,7 @@ def _waits_in(pid: int, dump: Dump) -> str:
     with contextlib.suppress(OSError):  # without its source nothing is known of this line
         atonce.within(SOURCE_S, lambda: lines.extend(_text(source).split("\n")), "source")
     at = int(frame["line"])
-    return "Work.wait" if any(_WAIT in line for line in lines[at - 1 : at]) else ""
+    return "wait()" if any(_WAIT in line for line in lines[at - 1 : at]) else ""
 
 
 def _waits(entry: _Entry) -> bool:

@@ -66,19 +66,6 @@ class StackGroup(Struct, frozen=True):
     values: tuple[tuple[str, Stack], ...] = ()
 
 
-class Scene(Struct, frozen=True):
-    """What the other workers of ``round`` did when the first had failed, before any was signalled.
-
-    ``sentence`` is which collective they waited in, or "", and ``lasting`` that this is the cause
-    of the failure; ``groups`` are those that answered.
-    """
-
-    round: int
-    sentence: str
-    groups: tuple[StackGroup, ...]
-    lasting: bool = False
-
-
 def is_whole(text: str) -> bool:
     """Whether a dump of faulthandler has come to its end, as far as can be seen."""
     last = text.rstrip("\n").rpartition("\n")[2]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
-from elaunch.agent.hangs import collectives, hindrance, stackdump, stacks
+from elaunch.agent.hangs import collectives, hindrance, scene, stacks
 from elaunch.agent.hangs.activity import WorkerActivity
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import (
@@ -28,6 +28,7 @@ from elaunch.agent.hangs.judge import (
     Look,
     RoundHistory,
     Source,
+    accuse,
     advance,
     judge,
     last_words,
@@ -37,7 +38,7 @@ from elaunch.agent.hangs.lateness import Lateness
 from elaunch.agent.hangs.loaders import LoaderActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
-from elaunch.agent.hangs.stackdump import Scene
+from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StopWorkers
@@ -60,7 +61,7 @@ LATE_TICKS: Final = 3
 YIELD_TICKS: Final = 3
 ANSWER_S: Final = 1.0
 """Seconds for all workers to answer which collectives they have entered."""
-RECEIVE_S: Final = 0.3
+RECEIVE_S: Final = 1.5
 """Seconds for those that are in no collective to answer whether they receive."""
 AGAIN_S: Final = 10.0
 """Seconds until the other nodes are asked again, if the workers here wait for one of them."""
@@ -237,6 +238,8 @@ def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> even
         last=last,
         culprit=found.culprit,
         idle=found.idle,
+        named=found.named,
+        leaving=found.leaving,
     )
 
 
@@ -264,6 +267,7 @@ class HangWatch:
         self._silent = 0
         self._takes_scene = not settings.no_stacks
         self._scene: Scene | None = None
+        self._waiting: Mapping[int, RankPlace] = {}
         several = settings.rendezvous is not None
         watched = settings.hang_timeout is not None
         self._progress = RoundProgress(
@@ -333,7 +337,7 @@ class HangWatch:
         self._recorders.begin(begun)
         self._hindered = hindrance.count()
         self._lateness.begin()
-        self._begun, self._ask_again, self._silent = begun, 0.0, 0
+        self._begun, self._ask_again, self._silent, self._waiting = begun, 0.0, 0, {}
         self._progress.begin(begun.first_rank)
         if self._watchdog is not None:
             self._watchdog.begin(begun.round)
@@ -351,13 +355,9 @@ class HangWatch:
         """Ask the workers where they are that are about to be signalled; blocks SCENE_S at most."""
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
         places, dumps = self._recorders.scene(pids, time.monotonic() + SCENE_S)
-        culprit = collectives.find(places, time.time(), failed=True)
         if not places:
             return None
-        groups = stackdump.group(dumps)
-        if culprit is None:
-            return Scene(round_number, "", groups)
-        return Scene(round_number, culprit.sentence, groups, culprit.lasting)
+        return scene.describe(round_number, places, dumps, before=self._waiting, now=time.time())
 
     def scene(self, round_number: int) -> Scene | None:
         """Return where the other workers were when the first of a round failed, if it was taken."""
@@ -366,12 +366,18 @@ class HangWatch:
 
     def _places(self, pids: Mapping[int, int]) -> Mapping[int, RankPlace]:
         patience = ANSWER_S if self._watchdog is None else min(self._watchdog.tick, ANSWER_S)
-        places = self._recorders.places(pids, time.monotonic() + patience)
+        places = self._note(self._recorders.places(pids, time.monotonic() + patience))
         return {rank: place for rank, place in places.items() if rank in pids}
 
     def _now(self) -> tuple[Mapping[int, int], Mapping[int, RankPlace]]:
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
-        return pids, self._recorders.places(pids, time.monotonic() + ANSWER_S)
+        return pids, self._note(self._recorders.places(pids, time.monotonic() + ANSWER_S))
+
+    def _note(self, places: Mapping[int, RankPlace]) -> Mapping[int, RankPlace]:
+        """Keep the newest places in which any rank waits, for when one fails of waiting."""
+        if _any_waits(places):
+            self._waiting = places
+        return places
 
     def _seen(self) -> Mapping[int, RankPlace]:
         pids, places = self._now()
@@ -417,39 +423,30 @@ class HangWatch:
         begun = self._begun
         if begun is None or time.monotonic() < self._ask_again:
             return None
-        places = dict(self.places(begun.round))
+        # Sends and receives, of which only the stacks show that a rank waits in one, count, too.
+        places = dict(self.places(begun.round, True))
         if self._others is not None:
-            waited = _any_waits(places)
-            others = self._others.places(begun, waited)
-            if not waited and _any_waits(others):
-                places = dict(self.places(begun.round, True))
-                others = self._others.places(begun, True)
-            places |= others
+            places |= self._others.places(begun, True)
         own = [place for rank, place in places.items() if rank in found.ranks]
-        pause = 0.0
+        now, pause = time.time(), 0.0
         if found.source == "collectives":
-            pause = min(AGAIN_S, found.patience - collectives.waited(places, time.time()))
-        if self._others is not None and own and all(place.waits for place in own):
-            pause = max(pause, self._pause(places, begun.place.world_size))
+            pause = min(AGAIN_S, found.patience - collectives.waited(places, now))
+        asks = self._others is not None or found.source == "collectives"
+        if asks and own and all(place.waits for place in own):
+            pause = max(pause, self._pause(places, begun.place.world_size, found.patience))
         if pause > 0:
             self._ask_again = time.monotonic() + pause
             return None
-        culprit = collectives.find(places, time.time())
-        if culprit is None:
-            return found
-        reason = f"{culprit.sentence} ({found.reason})"
-        found = structs.replace(found, reason=reason, culprit=culprit.sentence)
-        if not culprit.ranks and found.source == "collectives":
-            everyone = tuple(self._progress.workers())
-            return structs.replace(found, ranks=everyone, reason=culprit.sentence, named=False)
-        if not culprit.ranks:
-            return found
-        return structs.replace(found, ranks=culprit.ranks, named=True)
+        culprit = collectives.find(places, now, least=found.patience / 2, late=found.ranks)
+        everyone = tuple(self._progress.workers())
+        return accuse(found, culprit, everyone, any(place.waits for place in own))
 
-    def _pause(self, places: Mapping[int, RankPlace], world_size: int) -> float:
+    def _pause(self, places: Mapping[int, RankPlace], world_size: int, patience: float) -> float:
         """Return in how many seconds to ask again, since a rank is in no collective, or silent."""
         ranks = [places.get(rank, _UNKNOWN) for rank in range(world_size)]
         loose = [place for place in ranks if not place.is_held]
+        if self._others is None:  # its turn comes when it is late itself
+            return min(AGAIN_S, patience) if any(not one.problem for one in loose) else 0.0
         if all(place.problem for place in loose):
             self._silent += bool(loose)
             return AGAIN_S if loose and self._silent <= SILENT_ASKS else 0.0

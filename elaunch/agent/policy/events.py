@@ -242,7 +242,8 @@ class HangSeen(Struct, frozen=True):
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
     reported last; ``pid`` is that of the first of ``ranks``. ``culprit`` is what their collectives
     show, with which the reason begins, or "". ``idle``: for so many seconds nothing of them was
-    seen.
+    seen. ``named``: they are accused; else they are all ranks, and those that are ``leaving`` may
+    be guilty.
     """
 
     round: int
@@ -254,6 +255,8 @@ class HangSeen(Struct, frozen=True):
     pid: int = 0
     culprit: str = ""
     idle: float = 0.0
+    named: bool = True
+    leaving: tuple[int, ...] = ()
 
 
 class StacksTaken(Struct, frozen=True):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from elaunch.agent.failure.ends import Circumstances, Failure, build, summary
 from elaunch.agent.failure.report import render_cause
+from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import exit_code
@@ -143,6 +144,7 @@ def test_to_dict(tmp_path: Path) -> None:
         "likelier": None,
         "code": None,
         "culprit": None,
+        "culprit_ranks": [],
         "at_step": None,
         "steps_lost": None,
         "follows": None,
@@ -218,18 +220,21 @@ def test_the_headline_names_who_is_to_blame(
     ends: list[Failure], known: dict[str, str], headline: str
 ) -> None:
     """And nobody, where the first is likely a victim of a rank that is not known."""
-    made = build("t.py", "h", 0, ends, ends[0].exit.local_rank, Circumstances(**known))
+    made = build("t.py", "h", 0, ends, ends[0].exit.local_rank)
+    made = replace(made, culprit=Culprit((), known["culprit"]) if known else None)
     assert made.headline == headline
     assert made.to_dict()["headline"] == headline
 
 
 def test_what_follows_and_what_it_costs() -> None:
     """The checkpoint of the next round, and the steps behind it; nothing where it is not known."""
-    made = build("t.py", "h", 3, [end(1, 1)], 1, Circumstances(at_step=43, culprit="it was rank 1"))
+    made = build("t.py", "h", 3, [end(1, 1)], 1, Circumstances(at_step=43))
+    made = replace(made, culprit=Culprit((1,), "it was rank 1"))
     assert (made.steps_lost, made.to_dict()["follows"]) == (None, None)
     made = replace(made, follows=Round(4, 2, checkpoint=checkpoint(40, "/ck/40.pt")))
     found = made.to_dict()
     assert (found["at_step"], found["steps_lost"], found["culprit"]) == (43, 3, "it was rank 1")
+    assert found["culprit_ranks"] == [1]
     assert found["follows"] == {"round": 4, "resumed_step": 40, "checkpoint": "/ck/40.pt"}
     assert render_cause(made).startswith("it was rank 1\nrank 1 (local_rank 1, pid 4001) on host h")
     assert render_cause(made).endswith(

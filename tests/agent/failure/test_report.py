@@ -14,6 +14,8 @@ from elaunch.agent.failure.report import (
     render_cause,
     write_launcher_file,
 )
+from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.stackdump import StackGroup
 from tests.agent.histories import changed, left
 
@@ -188,6 +190,66 @@ def hung(hang: Hang = HANG) -> FailureReport:
     """Return the report of a round that hung, in which elaunch has ended all workers."""
     ends = [left(rank, -15, 17e8 + 80, stopped=True) for rank in (1, 0, 2)]
     return build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=hang))
+
+
+LOST = (*TRACEBACK[:3], "RuntimeError: Connection closed by peer [127.0.0.1]:40312")
+
+
+def accusing(other: Failure, sentence: str, scene: Scene | None = None) -> list[str]:
+    """Return the lines of a report in which rank 1 fails of what the other rank has done."""
+    first = replace(FIRST, tail=LOST)
+    known = replace(KNOWN, scene=scene)
+    found = build("t.py", "node0", 0, [first, other], 1, known)
+    found = replace(found, culprit=Culprit((other.exit.rank,), sentence))
+    return render_cause(found).rstrip().split("\n")
+
+
+def test_the_culprit_comes_first_with_what_is_known_of_it() -> None:
+    """Its traceback, what to do, and its log; then the one that failed first, in short."""
+    logs = {"stderr_path": "/logs/2/stderr.log", "stdout_path": "/logs/2/stdout.log"}
+    oom = (*TRACEBACK[:3], "torch.OutOfMemoryError: CUDA out of memory.")
+    other = left(2, 1, 17e8 + 13, tail=oom, **logs)
+    out = accusing(other, "rank 2 exited with code 1: torch.OutOfMemoryError: CUDA out of memory.")
+    assert out[0].startswith("rank 2 exited with code 1: torch.OutOfMemoryError")
+    assert out[1].startswith("The GPU's memory is used up.")
+    at = out.index("Traceback from its stderr:")
+    assert out[at + 1 : at + 7] == [
+        *(f"  {line}" for line in oom),
+        "Its log: /logs/2/stderr.log and /logs/2/stdout.log",
+        "",
+    ]
+    assert out[at + 7 : at + 9] == [
+        "First to fail: rank 1 (local_rank 1, pid 4001) on host node0 exited with code 1, 12.3 s "
+        "into round 0",
+        "It is a victim of that. (elaunch explain E-PEER-LOST)",
+    ]
+    assert not any("likelier" in line for line in out)
+
+
+def test_a_culprit_that_stands_still() -> None:
+    """Where it was when the first failed."""
+    stacks = (StackGroup((0,), ("File x",)), StackGroup((2, 3), ('File "d.py", line 8 in read',)))
+    sentence = "rank 2 has not entered all_reduce #61; rank 0 waits there since 30m 00s"
+    other = left(2, -15, 17e8 + 13, stopped=True, stderr_path="/logs/2/stderr.log")
+    assert accusing(other, sentence, Scene(0, stacks))[:6] == [
+        sentence,
+        "Rank 2 was here, most recent call first:",
+        '  File "d.py", line 8 in read',
+        "Its log: /logs/2/stderr.log",
+        "",
+        "First to fail: rank 1 (local_rank 1, pid 4001) on host node0 exited with code 1, 12.3 s "
+        "into round 0",
+    ]
+
+
+def test_a_hang_of_a_rank_that_has_raised() -> None:
+    """A thread keeps it from its end, say: its exception is shown."""
+    ends = [left(rank, -15, 17e8 + 80, stopped=True) for rank in (1, 0, 2)]
+    ends[0] = replace(ends[0], tail=TRACEBACK)
+    out = render_cause(build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=HANG))).split("\n")
+    at = out.index("The last exception in its stderr:")
+    assert out[at + 1 : at + 5] == [f"  {line}" for line in TRACEBACK]
+    assert at < out.index("Python stacks at that time, most recent call first:")
 
 
 def test_a_hang() -> None:

@@ -83,18 +83,41 @@ def test_what_workers_left_is_kept_where_the_next_plan_is_there_already(tmp_path
     assert "the last words" in text
 
 
+LOST = (
+    "Traceback (most recent call last):",
+    '  File "t.py", line 1, in <module>',
+    "RuntimeError: Connection closed by peer [127.0.0.1]:40312",
+)
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_rank_that_ended_with_0_is_what_the_others_lost(tmp_path: Path, ended: bool) -> None:
     """If it had ended before the first of them failed."""
     rig = Rig(tmp_path)
-    lines = ("Traceback (most recent call last):", '  File "t.py", line 1, in <module>')
-    rig.tail[:] = [*lines, "RuntimeError: Connection closed by peer [127.0.0.1]:40312"]
-    early = (started(0), started(1), exited(1, 0), exited(0, 1))
-    late = (started(0), started(1), exited(0, 1), exited(1, 0))
-    rig.show(Limits(2), READY, *(early if ended else late), gone())
+    rig.tail[:] = LOST
+    others = (exited(0, 1), exited(2, 1))
+    ends = (exited(1, 0), *others) if ended else (*others, exited(1, 0))
+    rig.show(Limits(3), READY, *map(started, range(3)), *ends, gone())
     told = "rank 1 has ended with 0, and the others have lost it"
     assert rig.noted[-1]["culprit"] == (told if ended else None)
+    assert rig.noted[-1]["culprit_ranks"] == ([1] if ended else [])
     assert rig.said[0].startswith(told) is ended
+
+
+@pytest.mark.parametrize(("named", "culprit"), [(True, [1]), (False, [])])
+def test_of_a_hang_those_are_guilty_that_are_named(
+    tmp_path: Path, named: bool, culprit: list[int]
+) -> None:
+    """Where nobody is, all ranks are of the hang."""
+    rig = Rig(tmp_path)
+    ranks = (1,) if named else (0, 1)
+    hang = events.HangSeen(0, ranks, "it hangs", "collectives", culprit="so it is", named=named)
+    ends = [exited(rank, -15, stopped=True) for rank in range(2)]
+    taken = events.StacksTaken(0)
+    rig.show(Limits(2), READY, started(0), started(1), hang, taken, *ends, gone())
+    found = rig.noted[-1]
+    assert (found["culprit"], found["culprit_ranks"]) == ("so it is", culprit)
+    assert found["hang"]["ranks"] == list(ranks)
 
 
 @pytest.mark.parametrize("event", [events.DeadlinePassed(), started(0)])

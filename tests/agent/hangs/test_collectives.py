@@ -7,10 +7,17 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from elaunch.agent.hangs.collectives import CollectiveCall, Culprit, GroupPlace, RankPlace, find
+from elaunch.agent.hangs.collectives import (
+    CollectiveCall,
+    Culprit,
+    GroupPlace,
+    RankPlace,
+    find,
+    still,
+)
 
 NOW = 1000.0
-LASTING = ("differ since", "has ended", "since 16m")
+LASTING = ("differ since", "has ended", "have ended", "since 16m")
 ALL = (0, 1, 2, 3)
 
 
@@ -35,6 +42,8 @@ GONE_ON = at(*calls("all_reduce", "all_reduce"))
 BEFORE = at(*calls("all_reduce"))
 ELSEWHERE = at(*calls("all_reduce", "broadcast", waits=True))
 LARGER = at(*calls("all_reduce"), *calls("", "all_reduce", waits=True, elements=8)[1:])
+LEFT_ROOT = at(*calls("all_reduce", "gather"))
+IN_ROOT = at(*calls("all_reduce", "gather", waits=True))
 A, B = (0, 1), (2, 3)
 GROUPS = {"0": GroupPlace(ALL, 1, True, calls("all_reduce"))}
 
@@ -79,6 +88,32 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
             "rank 1 has ended before all_reduce #61; ranks 0, 2, 3 wait there since 4.9 s",
         ),
     ),
+    "most have ended: those that go on are named": (
+        {0: RankPlace(ended=True), 1: WAITS, 2: RankPlace(ended=True), 3: RankPlace(ended=True)},
+        Culprit(
+            (1,),
+            "rank 1 waits in all_reduce #61 since 4.9 s, before which ranks 0, 2, 3 have ended",
+        ),
+    ),
+    "half have ended": (
+        {0: WAITS, 1: WAITS, 2: RankPlace(ended=True), 3: RankPlace(ended=True)},
+        Culprit(
+            (),
+            "ranks 0, 1 wait in all_reduce #61 since 4.9 s, before which ranks 2, 3 have ended",
+        ),
+    ),
+    "the interpreter of one ends": (
+        {0: WAITS, 1: RankPlace(leaving=True), 2: WAITS, 3: WAITS},
+        Culprit(
+            (1,),
+            "rank 1, whose interpreter ends, has not entered all_reduce #61; ranks 0, 2, 3 wait "
+            "there since 4.9 s",
+        ),
+    ),
+    "the interpreter of one ends, and another stands": (
+        {0: WAITS, 1: RankPlace(leaving=True), 2: BEFORE, 3: WAITS},
+        Culprit((2,), "rank 2 has not entered all_reduce #61; ranks 0, 3 wait there since 4.9 s"),
+    ),
     "another collective": (
         {0: WAITS, 1: ELSEWHERE, 2: WAITS, 3: WAITS},
         Culprit(
@@ -108,6 +143,13 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         Culprit(
             (2,),
             "rank 2 is still in all_reduce #61, which ranks 0, 1, 3 have left, since 4.9 s",
+        ),
+    ),
+    "still inside one with a root, which others leave first": (
+        {0: LEFT_ROOT, 1: LEFT_ROOT, 2: IN_ROOT, 3: LEFT_ROOT},
+        Culprit(
+            (),
+            "rank 2 is still in gather #61, which ranks 0, 1, 3 have left, since 4.9 s",
         ),
     ),
     "together": (
@@ -174,7 +216,12 @@ def test_whom_the_others_wait_for(name: str) -> None:
     """One sentence, and who is named in it."""
     places, expected = TABLE[name]
     found = find(places, NOW)
-    assert found == (expected and replace(expected, lasting=found is not None and found.lasting))
+    if found is not None and expected is not None:
+        expected = replace(expected, lasting=found.lasting, kind=found.kind)
+        assert (found.kind == "differ") is ("differ since" in found.sentence)
+        assert (found.kind == "ended") is (" ended" in found.sentence)
+        assert (found.kind == "leaving") is ("interpreter ends" in found.sentence)
+    assert found == expected
     assert found is None or found.lasting is any(word in found.sentence for word in LASTING)
 
 
@@ -183,3 +230,85 @@ def test_after_a_failure_nobody_has_left_a_collective_by_itself() -> None:
     places = {0: GONE_ON, 2: WAITS, 3: GONE_ON}
     expected = Culprit((), "rank 2 waits in all_reduce #61 since 4.9 s")
     assert find(places, NOW, failed=True) == expected
+
+
+def test_a_collective_in_which_ranks_wait_for_a_moment_is_none_that_hangs() -> None:
+    """Other ranks may train, while those of one group wait for each other."""
+    (call,) = calls("all_gather", waits=True)
+    busy = [RankPlace({"1": GroupPlace(A, calls=each)}) for each in ((call,), ())]
+    stuck = [RankPlace({"2": GroupPlace(B, calls=each)}) for each in ((call,), ())]
+    stuck[0] = RankPlace({"2": GroupPlace(B, calls=(replace(call, at=NOW - 60.0),))})
+    places = dict(enumerate((*busy, *stuck)))
+    found = find(places, NOW, least=30.0)
+    assert found is not None and found.ranks == (3,)
+    first = find(places, NOW)
+    assert first is not None and first.ranks == (1,)
+
+
+def receiving(name: str = "recv") -> RankPlace:
+    """Return a rank of which its stack shows that it waits for another."""
+    return RankPlace(BEFORE.groups, (CollectiveCall(0, name, at=NOW - 4.9, waits=True),))
+
+
+IDLE: dict[str, tuple[Mapping[int, RankPlace], tuple[int, ...], Culprit | None]] = {
+    "a stage of a pipeline": (
+        {0: receiving("send"), 1: BEFORE, 2: receiving(), 3: receiving()},
+        (0, 1, 2, 3),
+        Culprit(
+            (1,), "rank 1 waits for no other rank; ranks 0, 2, 3 wait in send, recv since 4.9 s"
+        ),
+    ),
+    "what all enter": (
+        {rank: receiving("monitored_barrier") if rank else BEFORE for rank in ALL},
+        ALL,
+        Culprit((0,), "rank 0 has not entered monitored_barrier; ranks 1-3 wait there since 4.9 s"),
+    ),
+    "one is stopped": (
+        {0: receiving(), 1: RankPlace(problem="stopped", stopped=True), 2: receiving()},
+        (0, 2),
+        None,
+    ),
+    "one is stopped, and late": (
+        {
+            0: receiving(),
+            1: RankPlace(problem="stopped", stopped=True),
+            **dict.fromkeys(B, receiving()),
+        },
+        ALL,
+        Culprit((1,), "rank 1 does not answer (stopped); ranks 0, 2, 3 wait in recv since 4.9 s"),
+    ),
+    "one computes, and has not done so for long": (
+        {0: receiving(), 1: BEFORE, 2: receiving(), 3: receiving()},
+        (0, 2, 3),
+        None,
+    ),
+    "one of another node is not known": ({0: receiving(), 1: BEFORE, 2: receiving()}, ALL, None),
+    "one does not answer": (
+        {0: receiving(), 1: BEFORE, 2: receiving(), 3: RankPlace(problem="no answer")},
+        ALL,
+        None,
+    ),
+    "as many": ({0: receiving(), 1: BEFORE, 2: BEFORE, 3: receiving()}, ALL, None),
+    "all receive": (dict.fromkeys(ALL, receiving()), ALL, None),
+    "nobody does": (dict.fromkeys(ALL, BEFORE), ALL, None),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_the_rank_that_waits_for_nobody(name: str) -> None:
+    """While all others wait in what torch does not record."""
+    places, late, expected = IDLE[name]
+    assert find(places, NOW, late=late) == expected
+    assert find(places, NOW, late=late, least=5.0) is None
+
+
+def test_who_has_stood_still_since() -> None:
+    """Not a rank that has gone on, waits itself, or does not answer any more."""
+    before = {0: WAITS, 1: BEFORE, 2: WAITS, 3: WAITS}
+    found = find(before, NOW)
+    assert found is not None and found.ranks == (1,)
+    assert still(found, before, {1: BEFORE})
+    changed = (GONE_ON, WAITS, RankPlace(problem="no answer"), RankPlace(leaving=True))
+    assert not any(still(found, before, {1: place}) for place in changed)
+    assert not still(found, before, {0: WAITS})
+    assert not still(replace(found, ranks=()), before, before)

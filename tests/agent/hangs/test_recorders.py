@@ -85,6 +85,15 @@ def test_an_answer_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert BROKEN[name][1] in found.problem and not found.groups
 
 
+def test_a_rank_whose_interpreter_ends(tmp_path: Path) -> None:
+    """It takes its socket away, and leaves its groups; one that never had any is nowhere."""
+    groups_path(socket_path(tmp_path, 0, 0)).write_text(GROUPS)
+    asked = Recorders(tmp_path)
+    asked._round = Round(0, 2)  # begin() removes what a round before has left
+    found = asked.places({0: 1, 1: 1}, time.monotonic() + 5)
+    assert found == {0: RankPlace(leaving=True)}
+
+
 def test_who_says_nothing_costs_the_deadline_once(tmp_path: Path) -> None:
     """All are asked at once; the others' answers count."""
     answer = b'{"entries": []}'
@@ -148,3 +157,15 @@ def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Recorders, "_ask", lambda *_: ({}, {0: empty}))
     places = {0: RankPlace(done=1)}
     assert Recorders(tmp_path).with_receives(places, {0: 1}, 0.0) == places
+
+
+def test_a_receive_after_the_other_is_no_long_one() -> None:
+    """A rank that is woken in between has received something."""
+    first = recorders._Unrecorded("recv", 7, 100, 4.0)
+    for woken, at in ((100, 4.0), (102, 4.0), (103, 9.0)):
+        assert recorders._Unrecorded("recv", 7, woken, 9.0).after(first).at == at
+    assert recorders._Unrecorded("send", 7, 100, 9.0).after(first).at == 9.0
+    assert recorders._Unrecorded("recv", 8, 100, 9.0).after(first).at == 9.0
+    assert recorders._Unrecorded("recv", 7, 100, 9.0).after(None).at == 9.0
+    made = recorders._Unrecorded("new_group", 7, 100, 4.0)
+    assert recorders._Unrecorded("new_group", 7, 150, 9.0).after(made).at == 4.0

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.hangs import watch
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import HangVerdict, Look, Mark, Source
+from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.hangs.watch import (
     LATE_TICKS,
     SHORTEST_S,
@@ -322,6 +324,91 @@ def test_a_rank_that_never_answers_does_not_hide_a_hang(
     found = explained()
     assert found is not None and "wait in all_reduce #7" in found.reason
     assert 3 not in found.ranks
+
+
+def receiving(seconds: float = 61.0) -> RankPlace:
+    """Return a rank whose stack shows that it receives, for so long."""
+    call = CollectiveCall(0, "recv", at=time.time() - seconds, waits=True)
+    return RankPlace({"0": GroupPlace((0, 1))}, (call,), done=12)
+
+
+def test_ranks_that_send_and_receive_wait_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that does is not accused, and not judged while another may still come."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    outside = RankPlace({"0": GroupPlace((0, 1))}, done=12)
+    both = HangVerdict((0, 1), "no rank has made progress", "collectives", False, patience=60.0)
+    explained.own = {0: receiving(5.0), 1: outside}
+    assert explained(both) is None
+    explained.own = {0: receiving(), 1: outside}
+    found = explained(both)
+    assert found is not None and (found.ranks, found.named) == ((1,), True)
+    assert found.culprit.startswith("rank 1 waits for no other rank; rank 0 waits in recv since")
+    late = HangVerdict((0,), "rank 0 has made no progress", "collectives", patience=60.0)
+    assert explained(late) is None
+    explained.own = {0: receiving(), 1: receiving()}
+    found = explained(late)
+    assert found is not None and not found.named
+    # The script shows progress of rank 1, which never comes.
+    explained.own = {0: inside(61.0), 1: outside}
+    found = explained(HangVerdict((0,), "rank 0 has made no progress", "script", patience=60.0))
+    assert found is not None and found.ranks == (1,)
+
+
+def test_a_rank_whose_interpreter_ends_is_not_accused_before_it_is_known_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may have lost a connection, and hang as it ends."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    explained.own = {0: inside(61.0), 1: RankPlace(leaving=True)}
+    found = explained()
+    assert found is not None and (found.named, found.leaving) == (False, (1,))
+    assert found.reason.startswith("rank 1, whose interpreter ends, has not entered all_reduce #7;")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_for_whom_all_had_waited_when_they_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moved: bool
+) -> None:
+    """They have left the collective by their timeout, and end."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    outside = RankPlace({"0": GroupPlace((0, 1))}, done=12)
+    recorders = explained.watch._recorders
+    monkeypatch.setattr(recorders, "places", lambda *_: {0: inside(61.0), 1: outside})
+    explained.watch._seen()
+    now = structs.replace(outside, done=13) if moved else outside
+    places, dumps = {0: RankPlace(leaving=True), 1: now}, {1: Dump(("File x",))}
+    monkeypatch.setattr(recorders, "scene", lambda *_: (places, dumps))
+    found = explained.watch._take_scene(0)
+    assert found is not None and found.culprit is None and found.leaving == (0,)
+    assert (found.awaited is None) is moved
+    if found.awaited is not None:
+        assert found.awaited.sentence.startswith("rank 1 has not entered all_reduce #7; rank 0")
+        assert found.awaited.ranks == (1,)
+        # Without its stack nobody knows that it receives nothing.
+        dumps.clear()
+        found = explained.watch._take_scene(0)
+        assert found is not None and found.awaited is not None and not found.awaited.ranks
+        places[1] = receiving()
+        found = explained.watch._take_scene(0)
+        assert found is not None and found.awaited is None
+
+
+def test_a_rank_whose_stack_did_not_come_is_not_accused_of_a_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But for one that has ended."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    outside = RankPlace({"0": GroupPlace((0, 1))}, done=12)
+    for other, ranks in ((outside, ()), (RankPlace(ended=True), (1,))):
+        places = {0: inside(61.0, (0, 1, 2)), 1: other}
+        monkeypatch.setattr(
+            explained.watch._recorders, "scene", lambda *_, places=places: (places, {})
+        )
+        found = explained.watch._take_scene(0)
+        assert found is not None and found.culprit is not None
+        assert found.culprit.ranks == ranks
 
 
 def test_a_scene_in_a_file_system_that_hangs(

@@ -9,6 +9,7 @@ import pytest
 ACT = Path(__file__).with_name("act.py")
 COLLECTIVE = Path(__file__).with_name("collective.py")
 PROGRESS = Path(__file__).with_name("progress.py")
+UNUSUAL = Path(__file__).with_name("unusual.py")
 WAITING = Path(__file__).with_name("waiting.py")
 
 SPAWN = ("--start-method", "spawn")

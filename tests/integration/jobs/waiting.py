@@ -7,6 +7,7 @@ It ends early once the file is there that the variable STOP names.
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -54,6 +55,8 @@ def fault(step: int) -> None:
         stand()
     elif WHAT == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif WHAT == "inside":
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {os.getpid()}"])
     elif WHAT == "collective":
         dist.broadcast(x, WHO)
     elif WHAT == "size":
@@ -97,6 +100,8 @@ def clean(step: int) -> None:
                 time.sleep(0.1)
     elif WHAT == "alone" and step == WHEN and RANK != WHO:
         stand()
+    elif WHAT == "inside" and step == WHEN and RANK != WHO:
+        time.sleep(2)  # it is stopped in the collective
     elif WHAT == "uneven" and RANK == WHO:
         compute(0.05)
     elif WHAT == "awaited" and step == WHEN and RANK == (WHO + 1) % SIZE:
