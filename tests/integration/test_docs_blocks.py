@@ -21,6 +21,8 @@ from typing import NamedTuple
 import pytest
 
 from elaunch.agent.noticecommand import parse
+from elaunch.cli import execute
+from elaunch.cli.manifest import TARGETS
 from tests import programs
 from tests.config.resolving import Job
 from tests.config.test_files import CERTIFICATE
@@ -354,6 +356,18 @@ def test_the_notices_of_clouds_that_take_nothing(cloud: str) -> None:
             text = re.sub(r"169\.254\.169\.254|metadata\.google\.internal", f"{cloud}/none", text)
             done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
             assert done.stdout == ""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_manifest_prints_is_what_its_page_shows(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the line that stands above it."""
+    page = f"docs/{target}.md"
+    (line,) = re.findall(r"^elaunch (manifest [^|>]+)", blocks(page, "sh")[0], re.MULTILINE)
+    (shown,) = blocks(page, "yaml", "bash")
+    assert execute(shlex.split(line)) == 0
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.slow
