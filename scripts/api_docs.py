@@ -25,9 +25,9 @@ TRAINING = "elaunch.training"
 ORDER: dict[str, tuple[str, ...]] = {
     "The context": (f"{TRAINING}.context:init", f"{TRAINING}.context:Context"),
     "What the launcher told": (
-        f"{TRAINING}.place.info:info",
-        f"{TRAINING}.place.info:latest_checkpoint",
-        f"{TRAINING}.place.info:Info",
+        f"{TRAINING}.launch.info:info",
+        f"{TRAINING}.launch.info:latest_checkpoint",
+        f"{TRAINING}.launch.info:Info",
     ),
     "Calls of all ranks: `ctx.distributed`": (
         f"{TRAINING}.distributed:DistributedContext",

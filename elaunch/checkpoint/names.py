@@ -1,4 +1,4 @@
-"""What the name of a file or directory shows: unfinished or not, and the step."""
+"""Names of files and directories: is it unfinished, and of which step?"""
 
 from __future__ import annotations
 

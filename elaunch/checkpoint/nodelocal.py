@@ -1,4 +1,4 @@
-"""What checkpoints nodes have in directories of their own, and which of their files are whole.
+"""Checkpoints of nodes that have a directory each: which they have, and which files are whole.
 
 Where every node has its own directory (``--checkpoint-local``), a node may have some shards only.
 ``list_local`` reads names and small documents; ``find_whole`` reads every byte of one checkpoint.
@@ -249,7 +249,7 @@ class LocalCheckpoint:
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """What a node has of one checkpoint: files that are whole, and what the checkpoint needs.
+    """The files of one checkpoint that are whole on a node, and those that it needs.
 
     A path is relative to the checkpoint; "" is the checkpoint itself, where it is one file. For a
     wanted file without a checksum any file of that size or larger will do. ``wanted`` is None where

@@ -108,7 +108,7 @@ def _close_inherited() -> None:
 
 
 class NoLock:
-    """What stands for the lock on storage that has none."""
+    """A lock that does nothing, for storage that has none."""
 
     def write_holder(self, job: str) -> None:
         """Do nothing."""

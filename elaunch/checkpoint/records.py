@@ -1,4 +1,4 @@
-"""What the checkpoint modules pass to each other: plain frozen data.
+"""Records that the checkpoint modules pass to each other: plain frozen data.
 
 =================  ================================================================
 record             holds
@@ -68,7 +68,7 @@ class PassedOver:
 class SearchOutcome:
     """The newest complete checkpoint, if any, and what was passed over on the way to it.
 
-    ``found`` is what was verified, where that is not what a round is given but lies in it.
+    ``found`` is the directory that was verified, where the round is given one above it.
     """
 
     checkpoint: Checkpoint | None
@@ -105,7 +105,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a manifest says of one rank's shard beside its files.
+    """The header of one rank's manifest: all of it but the files.
 
     ``metadata`` is the rank's own user metadata: JSON values under string keys, with
     ``steps_completed``. ``copied``: another node than that rank's writes the shard, and that rank's

@@ -98,7 +98,7 @@ def init(
 
 
 class _Options(NamedTuple):
-    """What init() was given, beside the ranks."""
+    """The arguments of init(), beside the ranks."""
 
     name: str | None
     timeout: float

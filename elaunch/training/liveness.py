@@ -1,4 +1,4 @@
-"""What a script does for hang detection: heartbeats, sections, stacks when the agent asks for them.
+"""A script's side of hang detection: heartbeats, sections, stacks when the agent asks for them.
 
 Heartbeats and sections are written to the worker's progress page (elaunch.wire.progress); the agent
 reads them there and judges. Stacks: at the signal ``env.STACKS_SIGNAL`` the worker writes those of

@@ -36,7 +36,7 @@ _CHUNK = 1 << 13
 """Indices that are computed at once: they fit into the processor's cache."""
 
 _SAME = ("length", "seed", "shuffle")
-"""What a state and the sampler that loads it must have in common."""
+"""Fields that must be the same in a state and in the sampler that loads it."""
 
 
 class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]

@@ -30,7 +30,7 @@ Name = tuple[str, str]
 Names = Mapping[Name, Any]
 _OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OLD_NAMES: Final = {"long": "int", "unicode": "str", "xrange": "range"}
-"""What protocol 2, which torch.save writes, calls modules and things of Python 2."""
+"""Names of Python 2 that protocol 2 uses, which torch.save writes."""
 _IMMUTABLE: Final = 1 << 8
 """Py_TPFLAGS_IMMUTABLETYPE."""
 

@@ -51,7 +51,7 @@ from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError
 
 GATHERED: Final = "gather."
-"""What a directory below STAGE begins with that files are fetched into."""
+"""The begin of the name of a directory, below STAGE, that files are fetched into."""
 REACH_S: Final = 10.0
 """Seconds to reach an agent that has a file."""
 

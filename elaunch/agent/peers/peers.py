@@ -272,7 +272,7 @@ class Peers:
             )
             if "handed" not in found:
                 return None
-            shard = _handed(connection, found)
+            shard = _shard_in(connection, found)
             connection.receive_into(into(shard.end)[: shard.end], _in_time(connection, until))
             if not connection.answer().get("whole"):
                 return None
@@ -411,7 +411,7 @@ def _cut(sock: socket.socket) -> None:
         log.debug("a connection had ended before it was cut: %s", error)
 
 
-def _handed(connection: PeerConnection, found: Fields) -> StagedShard:
+def _shard_in(connection: PeerConnection, found: Fields) -> StagedShard:
     try:
         return shard_from_json(found["handed"])
     except ValueError as error:

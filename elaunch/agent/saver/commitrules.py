@@ -34,7 +34,7 @@ log = logging.getLogger("elaunch")
 
 
 class CommitRules:
-    """What one agent knows of its saves' commits; the threads of its save queue call it.
+    """The rules by which one agent's saves are committed; the threads of its save queue call them.
 
     ``round`` is set at the begin of each round. ``released`` is called when a shard's memory is
     read no more, whether the shard was written or not; ``has_all`` returns whether every shard of a
@@ -78,7 +78,7 @@ class CommitRules:
             self._undecided = not decided
             self._changed.notify_all()
 
-    # ── who commits ──────────────────────────────────────────────────────────────────────────────
+    # ── the commit ──────────────────────────────────────────────────────────────────────────────
 
     def own_ranks(self) -> frozenset[int]:
         """Return the ranks of this node's workers, which stage their shards here."""
@@ -98,8 +98,8 @@ class CommitRules:
     def _committer(self, stage: Stage) -> int | None:
         """Return the node that commits a save: rank 0's, or the first that has taken part in it.
 
-        Agents that have all got new names, as of a store that has lost its memory, do not know who
-        that is: then each that has all of it commits, and one of them is the first.
+        If all agents have new names, as after a store has lost its memory, that node is not known:
+        then each agent that has all of the save commits, and the first to do so succeeds.
         """
         now, before = self.round, self._saved_in
         if now is None or now.plan is None:

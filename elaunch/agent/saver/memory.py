@@ -1,8 +1,9 @@
 """The memory in which workers leave their shards of checkpoints: the agent's, so it outlives them.
 
 A segment is a memfd. The worker maps it; after its end, however that came, the agent's descriptor
-keeps it. It is as large as the worker asked for and touched when it is made, so that the first copy
-into it costs no page fault. Its size is known to the kernel as shared memory of the agent's cgroup.
+keeps it. It has the size that the worker asked for. All its pages are touched when it is made, so
+that the first copy into it costs no page fault. The kernel counts it as shared memory of the
+agent's cgroup.
 
 All segments together, replicas of other nodes' shards included, stay within
 ``--checkpoint-memory``; without the flag within half of what was available when the first was made.
@@ -24,7 +25,7 @@ SLICE: Final = 256 << 20
 """Bytes that are touched in one call."""
 PAGE: Final = mmap.PAGESIZE
 SPARE: Final = 16
-"""A segment is made larger by one part in so many: the next checkpoint may be a little larger."""
+"""A segment is made larger by a sixteenth: the next checkpoint may be a little larger."""
 
 
 log = logging.getLogger("elaunch")
@@ -67,7 +68,7 @@ class Segment:
         return memoryview(self._mapping)
 
     def close(self) -> None:
-        """Let go of it; the memory is free when the last who reads or maps it is done."""
+        """Close the descriptor; the memory is free when nothing reads or maps it any more."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -131,12 +132,12 @@ class CheckpointMemory:
             return self._segments.get(name)
 
     def rename(self, name: str, other: str) -> None:
-        """Call a segment otherwise, so that ``name`` is leased anew."""
+        """Give a segment another name, so that ``name`` is leased anew."""
         with self._lock:
             self._segments[other] = self._segments.pop(name)
 
     def free(self, name: str) -> None:
-        """Give the segment ``name`` back, at the latest when nobody reads it any more."""
+        """Give the segment ``name`` back, as soon as no thread reads it."""
         with self._lock:
             if name in self._segments:
                 self._retire(name)
@@ -147,7 +148,7 @@ class CheckpointMemory:
             segment.users += 1
 
     def release(self, segment: Segment) -> None:
-        """Note that one who read it does not any more."""
+        """Note that one thread has stopped reading."""
         with self._lock:
             segment.users -= 1
             if not segment.users and segment in self._retired:

@@ -52,7 +52,7 @@ log = logging.getLogger("elaunch")
 
 @dataclass(frozen=True)
 class Settled:
-    """What became of the saves that the end of a round found in flight."""
+    """The outcome of the saves that were in flight at the end of a round."""
 
     committed: tuple[Committed, ...] = ()
     lost: tuple[str, ...] = ()

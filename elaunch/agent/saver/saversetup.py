@@ -1,4 +1,4 @@
-"""What the saver of a node works with from round to round."""
+"""The setup of a node's saver, which stays from round to round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SaverSetup(Struct, frozen=True):
-    """What the saver is given by its agent.
+    """Settings and connections that an agent gives its saver.
 
     Attributes:
         settings: of the run.

@@ -13,9 +13,9 @@ kept as        what it is, and until when
 =============  =====================================================================================
 
 Every rank leaves its shard of a save with its own agent. So an agent that was in the round of a
-save and has nothing of it asks nobody: at a job's first load no agent asks another. One that was
-not there asks each node what it has, once for all its workers, the likeliest first; it then fetches
-what there is, several shards at the same time.
+save and has nothing of it asks no other: at a job's first load no agent asks another. An agent that
+was not in that round asks each node which shards it has, once for all its workers, the likeliest
+first; it then fetches them, several at the same time.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class _Kept:
 
 
 _Answers = dict[tuple[int, Wanted], list[int]]
-"""What nodes of a round have answered: node rank and checkpoint → ranks."""
+"""The answers of a round's nodes: node rank and checkpoint → ranks."""
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """A shard that is not here: which nodes may have it, and what they have answered before."""
+    """A shard that is not here: which nodes may have it, and their answers up to now."""
 
     wanted: Wanted
     rank: int
@@ -74,7 +74,7 @@ class _Asking:
 
 
 class Shards:
-    """Knows what lies in which segment; any thread may call.
+    """The shards in each segment of memory; any thread may call.
 
     ``lived`` has the numbers of the rounds that this agent has been in, the one that runs included.
     """
@@ -133,7 +133,7 @@ class Shards:
             self._memory.free(name)
 
     def keep_aside(self, name: str) -> None:
-        """Have the shard in the segment ``name`` under another name."""
+        """Give the segment ``name``, with the shard in it, another name."""
         with self._lock:
             kept = self._kept.pop(name)
             aside = f"resumed {kept.rank}"

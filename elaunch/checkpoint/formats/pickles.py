@@ -173,7 +173,7 @@ _KEYS = frozenset((bytes, float, bool, Inert, type(None)))
 
 
 class _Dict(dict[object, object]):
-    """What a pickled dict becomes: it takes for keys only what hashes at once."""
+    """A dict that takes as keys only what hashes at once; pickled dicts become one."""
 
     __slots__ = ()
 

@@ -88,7 +88,7 @@ class _Whole:
 
 
 class _Unchecked:
-    """What stands for a checksum that nobody can compute here."""
+    """A checksum that cannot be computed here: it equals the expected one."""
 
     def __init__(self, expected: str) -> None:
         self._expected = expected

@@ -1,7 +1,7 @@
-"""What a save writes beside the files themselves, and how fast.
+"""The documents of a checkpoint, and the pace of a write.
 
-What each rank wrote is in its manifest (``manifests``), and ``assemble`` makes the checkpoint's
-documents of them all. ``pace`` is the speed at which a shard is written beside a training.
+Each rank lists its files in its manifest (``manifests``); ``assemble`` makes the checkpoint's
+documents of all manifests. ``pace`` is the speed at which a shard is written beside a training.
 """
 
 __all__ = ["assemble", "manifests", "pace"]

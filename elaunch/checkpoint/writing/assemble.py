@@ -1,4 +1,4 @@
-"""What a commit writes, made from the manifests of all ranks: ``metadata.json`` and COMMIT.
+"""The documents of a commit, ``metadata.json`` and COMMIT, made from the ranks' manifests.
 
 ``assemble`` refuses what cannot be committed: ranks without a manifest, manifests of different
 checkpoints or runs, no ``steps_completed``, conflicts. ``describe`` reads
@@ -148,7 +148,7 @@ _LAST = 253_402_300_800  # seconds since 1970 until the year 10000
 
 @dataclass(frozen=True)
 class Documents:
-    """What a commit writes.
+    """The documents that a commit writes.
 
     ``manifests`` are the bytes by rank, those of ``rewritten`` ranks differ from what was there:
     a file that several ranks listed is left to the lowest of them. ``listed`` is rank → the files
@@ -192,16 +192,16 @@ def assemble(
     world_size, run_id = _check_ranks(stage, read)
     metadata = merge_metadata({rank: manifest.header.metadata for rank, manifest in read.items()})
     _check_steps(stage, metadata)
-    keepers = merge_files(
+    owners = merge_files(
         {rank: {f.path: (f.size, f.checksum) for f in m.files} for rank, m in read.items()}
     )
-    several = {f.path for rank, m in read.items() for f in m.files if keepers[f.path] != rank}
+    several = {f.path for rank, m in read.items() for f in m.files if owners[f.path] != rank}
     # Whose copy of a file that several ranks had lies there, and its time, is not known.
     kept = {
         rank: tuple(
             replace(file, mtime_ns=None) if file.path in several else file
             for file in manifest.files
-            if keepers[file.path] == rank
+            if owners[file.path] == rank
         )
         for rank, manifest in read.items()
     }

@@ -25,7 +25,7 @@ LONGEST: Final = 65536
 
 
 class Dialer:
-    """What a rank needs to dial others: its record, and the key of the context."""
+    """Dials other ranks, with this rank's record and the key of the context."""
 
     def __init__(self, me: RankRecord, key: bytes) -> None:
         self.me = me
@@ -54,7 +54,7 @@ class Dialer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of a rank: in words, and how many calls of each scope it has entered.
+    """A rank's answer: what it does, as text, and how many calls of each scope it has entered.
 
     ``there`` is False for one that is ``gone`` or does not answer: ``calls`` is empty then.
     """
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass
 class Activity:
-    """What this rank does, for ranks that ask; written by the thread that is in a call."""
+    """The activity of this rank, for ranks that ask; written by the thread that is in a call."""
 
     calls: dict[str, int] = field(default_factory=lambda: {"all": 0, "local": 0})
     now: Call | None = None

@@ -55,7 +55,7 @@ READABLE: Final = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLN
 
 
 class BadFrame(Exception):
-    """What came is no frame; the connection is of no more use."""
+    """Bytes were received that are no frame; the connection is of no more use."""
 
 
 class Call(NamedTuple):
@@ -73,7 +73,7 @@ NO_CALL: Final = Call("all", 0, "")
 
 
 class Contribution(NamedTuple):
-    """What one rank gives to a call: ``parts`` one after the other are its ``size`` bytes."""
+    """One rank's object for a call: ``parts`` one after the other are its ``size`` bytes."""
 
     rank: int
     form: Form

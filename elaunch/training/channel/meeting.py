@@ -47,7 +47,7 @@ from elaunch.wire.stream import session_key
 ANSWER_S: Final = 10.0
 """Seconds for the store's answer which ranks have come, once the deadline has passed."""
 TOWARDS: Final = b"towards "
-"""What a rank finds in its place's stead that has to say its address: others' addresses follow."""
+"""A value that begins so asks a rank for its address, and goes on with others' addresses."""
 MOST_ADDRS: Final = 8
 
 

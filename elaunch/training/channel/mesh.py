@@ -37,7 +37,7 @@ class Broken(Exception):
 
 
 class Party(Protocol):
-    """What the mesh polls: links and the listener."""
+    """A thing that the mesh polls: a link or the listener."""
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""

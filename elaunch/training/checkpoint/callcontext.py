@@ -1,4 +1,4 @@
-"""What each call of ``ctx.checkpoint`` works with, and one save as a script requests it."""
+"""The context of each call of ``ctx.checkpoint``, and one save as a script requests it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elaunch.wire.progress import ProgressPage
 
 SECTION: Final = "checkpoint"
-"""What this rank is in, in ``elaunch status``, during every call."""
+"""The section of this rank in ``elaunch status`` during every call."""
 LOADS: Final = frozenset({"load", "load_ddp", "latest", "get_metadata"})
 """Calls of ctx.checkpoint whose time counts as loading; that of the others counts as saving."""
 Mode = Literal["all", "broadcast", "sequential"]
@@ -99,7 +99,7 @@ class KnownCheckpoints:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What every call on checkpoints needs.
+    """All that a call of ``ctx.checkpoint`` works with.
 
     All fields but ``storage``, ``saver`` and ``count`` are the same on all ranks.
 

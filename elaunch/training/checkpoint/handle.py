@@ -1,4 +1,4 @@
-"""What ``save`` takes, and the handle that ``save(block=False)`` returns."""
+"""The options of ``save``, and the handle that ``save(block=False)`` returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGER_S: Final = 10.0
 
 
 class SaveOptions(TypedDict, total=False):
-    """What ``ctx.checkpoint.save`` takes beside state and step, whatever it returns."""
+    """Options of ``ctx.checkpoint.save``, whatever it returns."""
 
     metadata: Mapping[str, Any] | None
     keep: Keep | int | None
@@ -34,28 +34,28 @@ class SaveOptions(TypedDict, total=False):
 
 
 class Blocking(SaveOptions, total=False):
-    """What it takes to return when the checkpoint is committed."""
+    """Options with which it returns when the checkpoint is committed."""
 
     block: Literal[True] | None
     every: None
 
 
 class Scheduled(SaveOptions):
-    """What it takes to save some steps only."""
+    """Options with which it saves some steps only."""
 
     block: NotRequired[bool | None]
     every: Every
 
 
 class Background(SaveOptions):
-    """What it takes to return before the commit."""
+    """Options with which it returns before the commit."""
 
     block: Literal[False]
     every: NotRequired[Every | None]
 
 
 class Either(SaveOptions, total=False):
-    """What it takes where only the run tells."""
+    """Options of which only the run shows when it returns."""
 
     block: bool | None
     every: Every | None
@@ -122,9 +122,9 @@ class SaveHandle:
         return True
 
     def replicated(self) -> bool:
-        """Return whether this rank's part is in the memory of another node, too.
+        """Return whether this rank's shard is in the memory of another node, too.
 
-        Any rank may ask, alone; it does not block. The part is sent there
+        Any rank may ask, alone; it does not block. The shard is sent there
         (``--checkpoint-replicas 1``) after ``save`` has returned: until it has come, or the save is
         committed, the loss of this node costs the step.
         """
@@ -160,7 +160,7 @@ class SaveInFlight(SaveHandle):
         self._lost: SaveError | None = None
 
     def done(self) -> bool:
-        """Return whether this rank's agent has no part of it in flight any more."""
+        """Return whether this rank's agent has nothing of it in flight any more."""
         from elaunch.training.checkpoint.saver.agent import StillInFlight
 
         if not self.is_settled and self._lost is None:
@@ -175,7 +175,7 @@ class SaveInFlight(SaveHandle):
         return True
 
     def replicated(self) -> bool:
-        """Return whether another node has this rank's part, as far as this one's agent knows."""
+        """Return whether another node has this rank's shard, as far as this one's agent knows."""
         self.done()
         return self._saver.replicated == self._stage.uuid
 

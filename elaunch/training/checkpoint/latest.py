@@ -1,4 +1,4 @@
-"""What ``latest()`` returns if it is not read where it lies: decided in ``elaunch.init()``.
+"""The result of ``latest()`` where no agent has chosen one on the disk: see ``elaunch.init()``.
 
 Agents may have chosen one that they have in memory, and still write: the ranks put together what
 their agents know of it. Where no agent has chosen, rank 0 looks (with a directory on each node,
@@ -29,7 +29,7 @@ log = logging.getLogger("elaunch")
 
 
 class Decided(NamedTuple):
-    """What was found, the same on all ranks: a checkpoint, or why none could be looked for."""
+    """The result, the same on all ranks: a checkpoint, or why none could be looked for."""
 
     found: Committed | None = None
     problem: str = ""

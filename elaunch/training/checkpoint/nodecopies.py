@@ -110,14 +110,14 @@ def _send(
     call: CallContext,
     checkpoint: LocalCheckpoint,
     whole: WholeFile,
-    who: tuple[int, int],
+    ends: tuple[int, int],
     timeout: float | None,
 ) -> Exception | None:
     """Bring a file to the nodes that lack it; return what went wrong on this rank.
 
-    ``who``: the rank that has it; the number of this rank's node, -1 where another acts for that.
+    ``ends``: the rank that has it; the number of this rank's node, -1 where another acts for that.
     """
-    source, node = who
+    source, node = ends
     directory = _root(call) / checkpoint.path
     takes = node >= 0 and whole.is_lacking(node)
     with ExitStack() as stack:

@@ -101,7 +101,7 @@ def find(storage: Storage, which: Which, anywhere: bool = False) -> Committed:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call of all ranks wants to read.
+    """A request of all ranks to read a checkpoint.
 
     Attributes:
         which: one checkpoint; None: the latest.

@@ -68,7 +68,7 @@ class PreparedPlan:
 
 
 class SaveCache:
-    """What one context remembers from save to save: plans, and the save in flight.
+    """A context's cache from save to save: plans, packed values, and the save in flight.
 
     CheckpointContext makes one and gives it to every call; it closes it before the saver.
     """
@@ -115,7 +115,7 @@ class SaveCache:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank sends before anything is written; ``last``: what its saves have become."""
+    """A rank's message before anything is written; ``last``: its newest committed checkpoint."""
 
     step: int
     metadata: Mapping[str, Any]

@@ -48,7 +48,7 @@ log = logging.getLogger("elaunch")
 
 @dataclass
 class CheckpointSession:
-    """What the context gives, and what is opened of it.
+    """The checkpoints of one context: what it is made with, and what is opened of that.
 
     Attributes:
         info: what the launcher set.

@@ -33,7 +33,7 @@ NAMED: Final = 8
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one rank sends at the end of a step."""
+    """One rank's outcome of a step, sent to all others at its end."""
 
     what: str
     problem: str
@@ -179,7 +179,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def problem_text(problem: BaseException | None) -> str:
-    """Return an exception as an error of all ranks outcomes it; empty for None."""
+    """Return the text of an exception in an error of all ranks; empty for None."""
     if problem is None:
         return ""
     if isinstance(problem, ElaunchError):

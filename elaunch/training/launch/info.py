@@ -43,7 +43,7 @@ class Info:
         node_addrs: addresses of all nodes, in the order of their node ranks. Under other launchers
             they are not all known before the ranks have met (``ctx.distributed.node_addrs`` then
             has them): those of Slurm's step, loopback on one node, else none.
-        node_rank: this node's here in ``node_addrs`` (torchrun's GROUP_RANK).
+        node_rank: this node's place in ``node_addrs`` (torchrun's GROUP_RANK).
         nodes: the number of nodes.
         slots: workers on this node.
         rank, local_rank, world_size: this worker's place.

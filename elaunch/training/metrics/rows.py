@@ -80,7 +80,7 @@ class Encoder:
                 value = _plain_value(name, value, 0)
             if name not in COLUMNS:
                 values[name] = value
-            elif not _says(value, {**self._own, "group": group, COLUMNS[1]: step}.get(name)):
+            elif not _is_same(value, {**self._own, "group": group, COLUMNS[1]: step}.get(name)):
                 values[self._renamed(name, metrics)] = value
         return values
 
@@ -97,7 +97,7 @@ class Encoder:
         return other
 
 
-def _says(value: Any, column: object) -> bool:
+def _is_same(value: Any, column: object) -> bool:
     """Tell whether a metric says what the column of its name says; 1.0 is rank 1."""
     return type(value) in (int, float, str) and value == column
 
@@ -203,7 +203,7 @@ def _article(value: object) -> str:
 
 
 class Latest:
-    """What this rank reported at the newest steps: the metrics of a checkpoint.
+    """The newest metrics that this rank reported: those of a checkpoint.
 
     By step and group; of each name the last.
     """

@@ -55,7 +55,7 @@ class _Ranks(Protocol):
 
 
 class _Store(Protocol):
-    """What both kinds of store have; every call ends at ``until`` on the monotonic clock."""
+    """The calls of both kinds of store; each ends at ``until`` on the monotonic clock."""
 
     def put(self, key: str, value: bytes, until: float) -> None:
         """Set a key."""

@@ -30,7 +30,7 @@ PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
 AT_ONCE: Final = 64
 """Keys that one request sets."""
 NO_VALUE: Final = b"\0none"
-"""What is set nowhere, so that a key which is compared with it stays as it is."""
+"""A value that is set nowhere, so that a key which is compared with it stays as it is."""
 GRACE_S: Final = 10.0
 """Seconds for the store to answer that a wait is over."""
 
@@ -141,7 +141,7 @@ class RoundStore:
 
     @property
     def prefix(self) -> str:
-        """What this context's keys begin with; empty before the first connection."""
+        """The prefix of this context's keys; empty before the first connection."""
         return self._prefix
 
     def connect(self, until: float) -> StoreConnection:
@@ -170,8 +170,8 @@ class RoundStore:
     def close(self) -> None:
         """Cut every connection, and end the store if this rank hosts it; may be called twice."""
         self._closed = self._closed or "the context is closed"
-        for made in list(self._open):
-            made.cut()
+        for connection in list(self._open):
+            connection.cut()
         with self._lock:
             self._hosted = None
 
@@ -179,8 +179,8 @@ class RoundStore:
         """Let go of the connections in a process that was forked from this one."""
         self._closed = f"this process was forked from rank {self._placement.rank}"
         self._lock = threading.Lock()
-        for made in list(self._open):
-            made.close()
+        for connection in list(self._open):
+            connection.close()
 
     def _scoped(
         self, made: StoreConnection, connection: Connection, until: float

@@ -39,7 +39,7 @@ _PADDING: Final = bytes(archives.ALIGNMENT)
 
 @dataclass(frozen=True)
 class Content:
-    """What a rank has to write: its plan, the state (known to ``planner``), its values packed."""
+    """The content of a rank's file: its plan, the state (known to ``planner``), packed values."""
 
     plan: WritePlan
     planner: DefaultSavePlanner

@@ -54,7 +54,7 @@ def check_group(distributed: DistributedContext, what: str) -> None:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one rank writes: pieces of tensors, then values, in the order of its file."""
+    """The share of one rank: pieces of tensors, then values, in the order of its file."""
 
     tensors: tuple[tuple[MetadataIndex, Box], ...]
     values: tuple[str, ...]
@@ -83,7 +83,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What a rank could write; sent to rank 0."""
+    """A rank's proposal, sent to rank 0: all that it could write."""
 
     local: SavePlan
     lowest: frozenset[str]

@@ -42,7 +42,7 @@ class ArchiveExtent:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank reads: boxes of tensors as the planner says, values by key; in which files."""
+    """The reads of a rank: boxes of tensors as the planner says, values by key; in which files."""
 
     metadata: Metadata
     planner: DefaultLoadPlanner

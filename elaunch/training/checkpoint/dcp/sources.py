@@ -183,7 +183,7 @@ _DATA: Final = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 
 
 class MemoryDamage(DamageError):
-    """What is in an agent's memory is not what the manifests say; the files may well be."""
+    """An agent's memory does not fit the manifests; the files may well do."""
 
 
 class Source:

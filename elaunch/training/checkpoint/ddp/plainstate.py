@@ -114,7 +114,7 @@ KeyPath = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class StateSummary:
-    """What a rank sends the others of its state where :attr:`digest` is not the same on all.
+    """A summary of a rank's state, sent to the others where its :attr:`digest` differs.
 
     Attributes:
         kinds: what stands under each key, in words.

@@ -87,7 +87,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Share:
-    """What is done about a value that several ranks have, where it is no sharded tensor.
+    """How a value that several ranks have, and that is no sharded tensor, is saved.
 
     Attributes:
         lowest: the lowest of these ranks writes it; else they share the work.
@@ -102,13 +102,13 @@ class Share:
 
 PARAMETER = Share(lowest=False, compared=True)
 MOMENT = Share(lowest=False, compared=False)
-"""What an optimizer keeps for a parameter."""
+"""A value that an optimizer has for a parameter."""
 BUFFER = Share(lowest=True, compared=False)
 """DDP takes rank 0's at the next forward; and so does a checkpoint."""
 PLAIN = Share(lowest=True, compared=True)
-"""What stands in the state by itself."""
+"""A value that stands in the state by itself."""
 OWN = Share(lowest=True, compared=False, own=True)
-"""What is marked by PerRank."""
+"""A value that is marked by PerRank."""
 
 
 @dataclass(frozen=True)

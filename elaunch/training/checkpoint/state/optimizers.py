@@ -107,8 +107,8 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state by name; tensors in it are its own. It is not changed."""
-    keeping = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
-    with keeping:
+    guard = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
+    with guard:
         return dict(get_optimizer_state_dict(module, optimizer))
 
 
