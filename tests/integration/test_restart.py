@@ -198,7 +198,6 @@ def test_workers_that_die_at_once_again_and_again_are_waited_for(elaunch: Launch
     assert ["backoff" in line for line in restarts] == [False, True, True]
     begun = [entry["started_at"] for entry in state(elaunch)["history"]]
     waits = [after - before for before, after in itertools.pairwise(begun)]
-    assert waits[0] < 2.0
     assert waits[1] > 0.25 and waits[2] > 0.5  # half of what is meant: the rest is chance
 
 
