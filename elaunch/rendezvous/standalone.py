@@ -25,7 +25,7 @@ def rules_of_one(
     *,
     max_same_failures: int = 0,
 ) -> Rules:
-    """Return the rules for one node: nobody else is to come, or is reminded of anything."""
+    """Return the rules for one node, which waits for no other."""
     return Rules(
         min_nodes=1,
         max_nodes=1,

@@ -1,8 +1,8 @@
 """Publishes the status of this node in a job of several, and prints what failed elsewhere.
 
-After every event the loop hands over its state; the status follows from it purely
-(elaunch.agent.policy.nodes.own_state) and is published when it has changed. Sending is the
-Meeting's: its threads block, the loop does not.
+The loop shows it every turn. The status follows purely from the state after the turn
+(elaunch.agent.policy.nodes.own_state), and is published when it has changed. The threads of the
+Meeting send it, so the loop does not block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The listening socket of a round's TCPStore: bound by the agent, handed to the store host.
+"""The listening socket of a round's TCPStore: bound by the agent, sent to the store host.
 
 A port that is bound cannot be taken by another process between its choice and its use. Without
 ``--master-port`` each round gets a new one; with it, one socket is kept for all rounds, since

@@ -41,7 +41,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     """Return what to do now, and why.
 
     A wait with a reason is published every ``remind`` seconds: agents that receive no plan for much
-    longer take it that nobody decides (elaunch.rendezvous.waiting).
+    longer conclude that no coordinator is left (elaunch.rendezvous.waiting).
 
     Args:
         view: the plan and the members, as the coordinator has them.

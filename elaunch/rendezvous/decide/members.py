@@ -241,8 +241,8 @@ class Applicant(Struct, frozen=True):
 def waiting(known: Sequence[str], there: Mapping[str, Present]) -> list[Applicant]:
     """Return the agents that are ``there`` as candidates.
 
-    Those whom the plan has named already are spares in its order: a coordinator that has taken over
-    since does not know who came first.
+    Agents that the plan has named already are spares in its order: a coordinator that has taken
+    over since does not know which came first.
     """
     positions = {name: index for index, name in enumerate(known)}
     return [

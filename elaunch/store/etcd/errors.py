@@ -7,8 +7,8 @@ refused     runs nothing: its port is closed                      another member
 leaderless  runs and knows no leader                              another member
 silent      does not answer in time                               another member
 failing     answers that it cannot do it now                      another member
-tls         and we do not agree on how to encrypt, or on whom     another; StoreDenied if all do
-            to trust
+tls         and this agent do not agree on encryption or on       another; StoreDenied if all do
+            certificates
 token       does not know our token: expired, or it was restarted  a new token
 denied      knows us and does not let us in                       StoreDenied
 gone        knows our lease no more                               LeaseLost
