@@ -27,26 +27,26 @@ STILL = (
 
 
 def look(
-    settings: Settings, finishing: DirectoryFinisher, asked: view.Search
+    settings: Settings, finisher: DirectoryFinisher, asked: view.Search
 ) -> events.CheckpointChosen:
     """Return what is found below ``--checkpoint-dir``; blocks as long as the storage does.
 
     What the round before has left there is finished first, and what is damaged is put aside: nobody
     else may write there meanwhile, so an earlier search is waited for.
     """
-    finishing.jobs |= asked.jobs
-    finishing.held = _held(asked)
     root = settings.checkpoint_dir
     assert root is not None  # the policy asks only then
     shared = settings.run_id_given or settings.rendezvous is not None
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        with logged_wait(lambda seconds: STILL.format(root=root, seconds=seconds)), finishing.turn:
-            finishing.finish(root, run_id)
-            search = _search(root, settings.checkpoint_glob, run_id, finishing)
+        finisher.jobs |= asked.jobs
+        finisher.held = _held(asked)
+        with logged_wait(lambda seconds: STILL.format(root=root, seconds=seconds)), finisher.turn:
+            finisher.finish(root, run_id)
+            search = _search(root, settings.checkpoint_glob, run_id, finisher)
             if isinstance(root, Path):
-                finishing.put_aside(root, search.passed_over, run_id)
+                finisher.put_aside(root, search.passed_over, run_id)
                 _point_to(search)
             if settings.require_resume and search.checkpoint is None:
                 problem = _lost(settings, search)
@@ -107,12 +107,12 @@ def _point_to(search: SearchOutcome) -> None:
 
 
 def _search(
-    root: Path | str, glob: str | None, run_id: str | None, finishing: DirectoryFinisher
+    root: Path | str, glob: str | None, run_id: str | None, finisher: DirectoryFinisher
 ) -> SearchOutcome:
     if isinstance(root, Path):
         from elaunch.checkpoint.search.latest import find_latest  # not for jobs without any
 
-        doubted = finishing.doubted(root)
+        doubted = finisher.doubted(root)
         search = find_latest(root, glob=glob, run_id=run_id, doubted=doubted)
         if doubted is not None and search.checkpoint is not None:
             doubted.discard(Path(search.checkpoint.path).name)
@@ -137,7 +137,7 @@ def _search(
 def for_all_nodes(
     settings: Settings,
     post: Callable[[events.Event], None],
-    finishing: DirectoryFinisher,
+    finisher: DirectoryFinisher,
 ) -> Callable[[view.Search], view.SearchResult]:
     """Return the coordinator's search: what it finds, every node resumes from.
 
@@ -148,7 +148,7 @@ def for_all_nodes(
         unseen = _unseen(settings, asked.probes)
         if unseen:  # nodes that share no directory share no checkpoint either
             return view.SearchResult(probes=asked.probes, unseen=unseen)
-        chosen = look(settings, finishing, asked)
+        chosen = look(settings, finisher, asked)
         post(chosen)
         return replace(chosen.result, probes=asked.probes)
 
