@@ -203,7 +203,7 @@ def test_frozen_nodes_leave_time_for_the_others(
             structs.replace(node, courier=port) if number in (1, 2, 4) else node
             for number, node in enumerate(plan.nodes)
         )
-        made[0].hear(structs.replace(plan, nodes=nodes), "a0")
+        made[0].on_plan(structs.replace(plan, nodes=nodes), "a0")
         found = ask(run, {"of": "workers"}, 5)
         assert found[3]["workers"] == [] == found[0]["workers"], "it was asked"
         assert "no answer" in found[1]["error"] and "no answer" in found[2]["error"]
