@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -72,8 +71,7 @@ def join(
     stack.callback(opener.close)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
     search, rests = _search(context, peers, saver.finisher)
-    post = _post(context, peers, group)
-    world = World(post=post, search=search, fence=group.fence, clock=time.monotonic)
+    world = World(_post(context, peers, group), search, group.fence)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
     agreed = rules(settings, rendezvous, opener.hosts, killed_in)
     key_of = partial(_key_of, opener, settings.run_id)
