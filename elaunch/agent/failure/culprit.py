@@ -112,7 +112,9 @@ def _lost(made: FailureReport, ended: Collection[int], size: int) -> Culprit | N
     """Return who has ended with 0 while others went on, or who went on alone."""
     if not ended or not size or made.code != "E-PEER-LOST":
         return None
-    lost = (made.first, *made.victims, *(one for one in made.stopped if one.exit.exitcode > 0))
+    # Those that were stopped have failed as well if they had raised, or ended by themselves.
+    failed_too = (one for one in made.stopped if one.exit.exitcode > 0 or one.message)
+    lost = (made.first, *made.victims, *failed_too)
     waited = () if made.scene is None else made.scene.waiting
     went_on = sorted({*(one.exit.rank for one in lost), *waited})
     unsuccessful = [one.exit for one in (made.first, *made.victims, *made.stopped)]

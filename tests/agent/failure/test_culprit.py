@@ -131,6 +131,12 @@ TABLE = {
         (),
         Culprit((), "rank 1 has ended with 0, and ranks 0, 2 have gone on"),
     ),
+    "which had lost it as well": (
+        (end(0, 1, LOST), end(2, 1, LOST), end(3, -15, LOST, stopped=True)),
+        (1,),
+        (),
+        Culprit((1,), "rank 1 has ended with 0, and the others have lost it"),
+    ),
     "most have ended": (
         (end(0, 1, LOST),),
         (1,),
@@ -146,7 +152,7 @@ TABLE = {
 def test_ranks_that_had_ended_with_0(name: str) -> None:
     """Of those that end and those that go on the fewer are guilty."""
     ends, ended, waiting, expected = TABLE[name]
-    leaving = (3,) if name == "which was at its end" else ()
+    leaving = (3,) if name.startswith("which") else ()
     scene = Scene(0, (), waiting=waiting, leaving=leaving)
     assert of_failure(made(*ends, scene=scene), ended, 4) == expected
     assert of_failure(made(*ends, scene=scene), ended, 0) is None  # others are on other nodes
