@@ -22,6 +22,8 @@ from typing import Any, Final
 from tests import warmserver
 
 _PR_SET_CHILD_SUBREAPER = 36
+IMPORT_S: Final = 300.0
+"""Seconds until it has torch; where many import it at once, it takes more than a minute."""
 _PROGRAM = Path(warmserver.__file__)
 
 
@@ -125,15 +127,15 @@ class _Warm:
         request = {"argv": argv, "env": dict(env), "cwd": str(cwd)}
         with self._lock:
             if not self._ready:
-                self._receive()
+                self._receive(IMPORT_S)
                 self._ready = True
             warmserver.send(self._sock, request, files)
             pid = self._receive()["pid"]
             self._receive()
         return int(pid)
 
-    def _receive(self) -> Any:
-        self._sock.settimeout(60.0)
+    def _receive(self, seconds: float = 60.0) -> Any:
+        self._sock.settimeout(seconds)
         received = warmserver.receive(self._sock)
         assert received, f"{_PROGRAM.name} has ended with {os.waitpid(self.pid, 0)[1]}"
         return received[0]
