@@ -14,6 +14,7 @@ from typing import Any, Final
 from elaunch.agent.failure import explain, report
 from elaunch.checkpoint.storage import files
 from elaunch.errors import CheckpointError
+from elaunch.monitor.runpage import failure_lines
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.text import block, moment, one_line
@@ -70,8 +71,8 @@ class RunCards:
         record = self.standing.record
         if record is None or self.elsewhere is not None or self.card is not None:
             return ""
-        known = explain.OF_COMMAND.get(record["exit_code"] or 0)
-        return record.get("code") or (known.code if known else "")
+        ended = explain.of_command(record["exit_code"] or 0, record["reason"] or "")
+        return record.get("code") or ended
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""
@@ -101,13 +102,30 @@ def read(run: RunDir, number: int | None = None) -> RunCards:
     """
     standing = read_standing(run)
     rounds = run.reports()
+    kept = _in_record(standing)
+    if kept is not None and kept.round not in rounds:
+        rounds = sorted([*rounds, kept.round], reverse=True)
+    else:
+        kept = None
     if number is not None and number not in rounds:
         raise LookupError(", ".join(map(str, rounds)))
     chosen = number if number is not None else next(iter(rounds), None)
     card = None if chosen is None else read_card(run, chosen)
+    if kept is not None and kept.round == chosen:
+        card = kept
     rest = [each for each in rounds if each != chosen][:SHOWN_ROUNDS]
     others = tuple(read_card(run, each) for each in rest)
     return RunCards(standing, run_id_of(run), card, others, tuple(_began(standing, rounds)))
+
+
+def _in_record(standing: Standing) -> Card | None:
+    """Return what the record has of the last failure: a full disk may have taken no report."""
+    found = standing.record["failure"] if standing.record else None
+    number = found.get("round") if found else None
+    if found is None or not isinstance(number, int):
+        return None
+    text = block("\n".join(failure_lines(found)))
+    return Card(number, found, text, "its report is not there; this is what the record has of it")
 
 
 def _began(standing: Standing, failed: Collection[int]) -> Iterator[tuple[int, str]]:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from elaunch.agent.failure.causes import OOM_FIX, TEXTS, Cause
 from elaunch.agent.failure.tracebacks import HANDLING, HEADER
 from elaunch.endings import Exit, signal_name
+from elaunch.errors import StoreError
 
 _NATIVE: Final = "Rerun with PYTHONFAULTHANDLER=1 to see the Python line it was at."
 _WIDTH: Final = 100
@@ -203,6 +204,14 @@ _JOB: Final = (
         command=69,
     ),
     Cause(
+        "E-NODE-STUCK",
+        "A node did not start, or did not end, a round in time, though its agent is there.",
+        "The message names it; look there for a server that hangs while it imports (--preload), or "
+        "for a process that cannot die since it hangs in the kernel (state D), as in storage that "
+        "does not answer.",
+        seen="exit code 69 of `elaunch run`, and the words `did not start` or `did not end`",
+    ),
+    Cause(
         "E-ELAUNCH",
         "elaunch itself failed in a way that has no code of its own.",
         "The message says what was tried; report it with the log.",
@@ -270,14 +279,23 @@ _SECTIONS: Final = {
     "The job": _JOB,
 }
 CAUSES: Final = {cause.code: cause for rows in _SECTIONS.values() for cause in rows}
-OF_COMMAND: Final = {cause.command: cause for cause in _JOB}
+OF_COMMAND: Final = {cause.command: cause for cause in _JOB if cause.command}
 """By the exit code of ``elaunch run`` where it is not a worker's."""
+_STUCK: Final = re.compile(r" did not (?:start|end) round \d+ in ")
 _OF_END: Final = {end: cause for cause in CAUSES.values() for end in cause.ends}
 _SHM_LOW: Final = 64 << 20
 # Other codes are a script's own choice and other signals come from elsewhere: there, a known text
 # among the last lines (a connection that was refused once, say) need not be the cause.
 _TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 _PLACEHOLDERS: Final = {"of": "", "module": "…", "ordinal": "", "it": "it", "timer": "…"}
+
+
+def of_command(exit_code: int, reason: str) -> str:
+    """Return the code of what has ended a job, where no worker's failure has; "" of an unknown."""
+    if exit_code == StoreError.exit_code and _STUCK.search(reason):
+        return "E-NODE-STUCK"
+    known = OF_COMMAND.get(exit_code)
+    return known.code if known else ""
 
 
 class Explanation(Struct, frozen=True):

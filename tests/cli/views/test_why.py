@@ -129,6 +129,24 @@ def test_a_torn_or_hostile_report(
     assert document(capsys)["problem"].startswith(problem)
 
 
+def test_a_report_that_the_disk_did_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """The record has the last failure, too: it is no run in which no round has failed."""
+    run = run_of(exit_code=1)
+    failed(run, 3)
+    record = run.read_state()
+    record["failure"] = json.loads(run.report(3, "json").read_text())
+    run.write_state(record)
+    for suffix in ("json", "txt"):
+        run.report(3, suffix).unlink()
+    text = why(capsys)
+    assert "rank 1 (local_rank 1, pid 4001) on node0 exited with code 1" in text
+    assert "its report is not there" in text and "No round has failed" not in text
+    found = document(capsys, "--round", "3")
+    assert (found["round"], found["code"]) == (3, "E-IMPORT")
+    failed(run, 3)
+    assert "is not there" not in why(capsys)
+
+
 def test_hostile_values(capsys: pytest.CaptureFixture[str]) -> None:
     """Escapes are written out; deep nesting is refused; other types are no traceback."""
     run = run_of(job_failure={"round": [], "text": "\x1b[31mred"})
@@ -158,6 +176,10 @@ def test_a_job_that_ended_without_a_failed_round(capsys: pytest.CaptureFixture[s
     run_of("few", exit_code=72, reason="1 of 2 nodes after 600 s")
     assert "### E-TOO-FEW-NODES" in why(capsys, "few")
     assert document(capsys, "few")["code"] == "E-TOO-FEW-NODES"
+    run_of("stuck", exit_code=69, reason="node2 (10.0.0.2) did not start round 0 in 600 s")
+    assert "### E-NODE-STUCK" in why(capsys, "stuck")  # the store is well
+    run_of("lost", exit_code=69, reason="lost the store, etcd at e1:2379: no answer for 30 s")
+    assert "### E-STORE\n" in why(capsys, "lost")
     run_of("port", exit_code=2, code="E-PORT-IN-USE")  # more exact than the exit code
     assert "### E-PORT-IN-USE" in why(capsys, "port")
     assert document(capsys, "port")["code"] == "E-PORT-IN-USE"
