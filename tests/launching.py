@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, ClassVar, Literal
 
 from tests import netns, warm
 
@@ -117,7 +117,11 @@ class _Output:
 class Running:
     """A started command: its process, its output so far, and waits with a deadline."""
 
+    started: ClassVar[list[Running]] = []
+    """Those of the test that runs."""
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.started.append(self)
         self.argv: list[str] = process.args  # type: ignore[assignment]  # Popen keeps what it got
         self.process = process
         assert process.stdout is not None and process.stderr is not None

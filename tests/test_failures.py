@@ -9,10 +9,10 @@ from typing import Final
 
 import pytest
 
+from tests import seen
 from tests import test_style as style
 
 ROOT: Final = Path(__file__).parent.parent
-TESTS: Final = ROOT / "tests" / "integration"
 PUT_TOGETHER: Final = {"restart brought no progress", "wait there since", "more is needed"}
 """Words of one message that stand apart in the code, around a number or beside a choice."""
 SHORTEST: Final = 8
@@ -20,13 +20,6 @@ SHORTEST: Final = 8
 _VARIABLE: Final = re.compile(
     r"\S*\d\S*|node\S*|\(.*?\)|[;:,…]|SIG\w+|\bs\b|rank |workers?|ranks|etcd"
 )
-
-
-def rows() -> list[list[str]]:
-    """Return the cells of each row of the page's tables."""
-    lines = (ROOT / "docs" / "failures.md").read_text().splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    return [row for row in cells if row[0] != "what fails"]
 
 
 def messages() -> set[str]:
@@ -50,8 +43,8 @@ def test_what_is_seen_is_what_the_code_says() -> None:
     """Three words and more between the names and numbers of a line that the page quotes."""
     known, quoted, lost = messages(), 0, []
     everything = "\n".join(known)
-    for _, seen, *_ in rows():
-        for line in re.findall(r"`([^`]+)`", seen):
+    for _, cell, *_ in seen.rows():
+        for line in re.findall(r"`([^`]+)`", cell):
             runs = [run.strip() for run in _VARIABLE.split(line)]
             words = [run for run in runs if run.count(" ") >= 2]
             quoted += len(words)
@@ -68,14 +61,46 @@ def test_what_is_seen_is_what_the_code_says() -> None:
 
 def test_each_row_names_a_test() -> None:
     """Those without a path are in tests/integration; "…" is the file of the name before."""
-    lost, named = [], 0
-    for *_, tests in rows():
-        path = TESTS
-        for name, test in re.findall(r"`([^`:]+?)(?:::(\w+))?`", tests):
-            if name != "…":
-                path = ROOT / name if "/" in name else TESTS / name
-            there = path.is_file() and (not test or f"def {test}(" in path.read_text())
-            named += 1
-            lost += [] if there else [(name, test)]
-    assert named > 80
+    lost, count = [], 0
+    for *_, tests in seen.rows():
+        for path, function, _ in seen.named(tests):
+            file = ROOT / path
+            there = file.is_file() and (not function or f"def {function}(" in file.read_text())
+            count += 1
+            lost += [] if there else [(path, function)]
+    assert count > 80
     assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        (
+            "rank 1 on node2 exited with code 7; stopping 8 workers",
+            "rank 0 was killed by SIGKILL; stopping 1 worker",
+        ),
+        (
+            "2 of 3 nodes after 600 s: node1 (10.0.0.1), node2 (10.0.0.2); 1 more is needed",
+            "1 of 3 nodes after 12 s: m4 (10.20.0.1);\n2 more is needed",
+        ),
+        ("cut off: …; killing 8 workers", "cut off: it is gone; killing 2 workers"),
+    ],
+)
+def test_a_line_is_an_example(line: str, printed: str) -> None:
+    """Numbers, names, addresses and broken lines may be others, and no word."""
+    assert seen.pattern(line).search(printed)
+    for word in ("stopping", "needed", "killing"):
+        if word in line:
+            assert not seen.pattern(line).search(printed.replace(word, "x"))
+
+
+def test_what_a_test_did_not_show_is_told() -> None:
+    """Of each row that names it: a line that nobody printed, a code that the card does not have."""
+    test = "tests/integration/test_nodes_store.py::test_etcd_is_gone_for_good"
+    assert seen.is_named(test) and not seen.is_named(f"{test}_at_all")
+    line = "lost the store, etcd at 10.2.0.1:2379: no answer for 5 s, the last attempt: refused"
+    printed = f"{line}; stopping 1 worker, grace 30 s"
+    assert seen.complaints(test, printed, f"{printed}\n### E-STORE\n") == []
+    (told,) = seen.complaints(test, printed, line)
+    assert "elaunch why does not show" in told
+    assert len(seen.complaints(test, "", "")) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launching
+from tests import launching, seen
 
 MEMORY = 3 << 30
 """Bytes that a job in the test's own cgroup may take."""
@@ -38,3 +38,16 @@ def cgroup() -> Iterator[str]:
     yield str(path)
     with suppress(OSError):
         path.rmdir()
+
+
+@pytest.fixture(autouse=True)
+def is_as_documented(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """Hold what a test has made processes print to the rows of docs/failures.md that name it."""
+    launching.Running.started.clear()
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed or not seen.is_named(request.node.nodeid):
+        return
+    printed = [one.output() + one.output("stderr") for one in launching.Running.started]
+    told = seen.complaints(request.node.nodeid, "\n".join(printed), seen.cards(tmp_path))
+    assert not told, "\n".join(told)
