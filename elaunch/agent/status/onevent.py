@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy import events
@@ -157,11 +158,20 @@ class EventHook:
     def _hand_over(self, happened: Mapping[str, object]) -> None:
         try:
             if self._target.startswith(("http://", "https://")):
-                post(self._target, happened, {})
+                self._post(happened)
             else:
                 self._call(happened)
         except REFUSED as error:
             self._report(str(error))
+
+    def _post(self, happened: Mapping[str, object]) -> None:
+        """Post that; an error names the server, and not the path, which may hold a secret."""
+        try:
+            post(self._target, happened, {})
+        except REFUSED as error:
+            why = (isinstance(error, OSError) and error.strerror) or str(error)
+            server = urlsplit(self._target).netloc.rpartition("@")[2]
+            raise OSError(f"{server}: {why}") from None
 
     def _call(self, happened: Mapping[str, object]) -> None:
         """Run the command with that; raises OSError if it fails."""

@@ -101,7 +101,7 @@ def test_a_url_gets_a_post() -> None:
     ("target", "problem"),
     [
         ("echo no >&2; exit 3", "--on-event: the command exited with code 3: no"),
-        ("http://127.0.0.1:9/", "--on-event: [Errno 111] Connection refused"),
+        ("http://me:secret@127.0.0.1:9/token", "--on-event: 127.0.0.1:9: Connection refused"),
     ],
 )
 def test_failures_are_logged_once(
