@@ -341,9 +341,14 @@ def _largest_loss(timing: TimingRecord) -> tuple[str, float]:
 
 
 def _advice_on_losses(timing: TimingRecord) -> str:
-    name, seconds = _largest_loss(timing)
+    (name, seconds), slow = _largest_loss(timing), timing["slowest"]
     if seconds < WORTH * timing["wall_s"]:
         return ""
     at = f"{CLASSES.get(name, name)} takes most: {duration(seconds)} of each slot"
     remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
+    if name == "wait" and slow is not None and _stands_out(slow):
+        run = one_line(record["run_id"])
+        remedy = (
+            f", which is rank {slow['rank']}: `elaunch profile {run} 10s --rank {slow['rank']}`"
+        )
     return f"{at}, {_percent(seconds / timing['wall_s'])}{remedy}"

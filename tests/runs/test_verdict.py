@@ -117,6 +117,20 @@ def test_a_run_that_its_workers_have_failed(rounds: int, failures: int, advice: 
     assert dict(verdict.facts(record))["advice"] == advice
 
 
+@pytest.mark.parametrize(
+    ("step_s", "rest"),
+    [(0.211, ", which is rank 2: `elaunch profile --rank 2` shows what it does"), (0.109, "")],
+)
+def test_the_rank_that_the_others_wait_for_is_named(step_s: float, rest: str) -> None:
+    """Where its own time for a step stands out."""
+    record = ended(100.0)
+    assert record["timing"] is not None
+    record["timing"]["seconds"] = {"train": 57.0, "wait": 43.0}
+    record["timing"]["slowest"] = {"rank": 2, "step_s": step_s, "median_s": 0.108}
+    wait = "waiting for the slowest rank takes most: 43 s of each slot, 43.0 %"
+    assert dict(verdict.facts(record))["advice"] == wait + rest
+
+
 @pytest.mark.parametrize(("nodes", "of"), [(1, ""), (2, " of this node alone")])
 def test_a_job_of_which_only_this_node_is_known(nodes: int, of: str) -> None:
     """While it runs, and where a signal has ended all of its agents at once: it says so."""
