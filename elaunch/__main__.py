@@ -50,9 +50,8 @@ def _open_standard_files() -> None:
 def _end(code: int) -> None:
     """End without taking the interpreter apart: all that was opened is closed.
 
-    That costs some ms of CPU, and a second in an agent that hosts a TCPStore, where torch is.
-    Returns where the ordinary way has to do something: a thread still works, or the output cannot
-    be written.
+    That costs some ms of CPU. Returns where the ordinary way has to do something: a thread still
+    works, or the output cannot be written.
     """
     import logging
     import threading

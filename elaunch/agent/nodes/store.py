@@ -160,7 +160,7 @@ class StoreOpener:
         from elaunch.store.tcp import client
 
         if endpoints.may_be_agent(port):
-            return  # it may import torch just now; the store is waited for
+            return  # it may serve in a moment; the store is waited for
         try:
             client.connect(host, port, self._run_id, deadline=FOREIGN_PATIENCE).close()
         except StoreUnreachable as error:

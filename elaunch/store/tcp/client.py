@@ -1,29 +1,26 @@
 """The store in a TCPStore that one agent hosts (``--rdzv-backend c10d``).
 
 =================  ===============================================================================
-``host``           the agent at the endpoint: starts torch's TCPStore, or one like it
-                   (elaunch.store.tcp.server), on a socket that it has bound, keeps the members
-                   (elaunch.store.tcp.host), and alone can lead
+``host``           the agent at the endpoint: serves one (elaunch.store.tcp.server) on a socket
+                   that it has bound, keeps the members (elaunch.store.tcp.host), and alone can
+                   lead
 ``connect``        every other agent, and readers; waits for the host to be there
 ``identify``       asks what is at an address
 =================  ===============================================================================
 
-Only the agent that hosts imports torch. The store is kept nowhere else and ends with its host, and
-so does the coordinator. Calls then raise StoreUnreachable with ``nobody_decides``.
+The store is kept nowhere else and ends with its host, and so does the coordinator. Calls then raise
+StoreUnreachable with ``nobody_decides``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from elaunch.errors import StoreClosed, StoreUnreachable
@@ -61,20 +58,21 @@ def host(
 ) -> Store:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
-    Imports torch. ``timeout``: seconds for each call. ``shared``: what Store.shared is from the
-    first moment, whatever an unauthenticated process has written there. Raises StoreUnreachable if
-    the store that was started does not answer.
+    ``timeout``: seconds for each call. ``shared``: what Store.shared is from the first moment,
+    whatever an unauthenticated process has written there. Raises StoreUnreachable if the store that
+    was started does not answer.
     """
     bound = listening.getsockname()
     name, own = tcpstore_name(bound[0], bound[1]), _reachable(listening)
     address = (listening.family, (own, *bound[1:]))
     target = StoreTarget(name, address, run_id, secrets.token_hex(4))
     identity = {"elaunch": 1, "run_id": run_id, "boot": target.boot}
+    server = TcpServer(listening)
     try:
-        server = _serve(listening, own, timeout)
         raw = json.dumps(identity).encode()
         connection = _announce(target, raw, shared, time.monotonic() + timeout)
-    except (OSError, RuntimeError, ForeignAnswer) as error:
+    except (OSError, ForeignAnswer) as error:
+        server.close()
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
     return TcpStore(target, timeout, connection, server=server)
 
@@ -188,33 +186,6 @@ def _reachable(listening: socket.socket) -> str:
     if bound == "0.0.0.0":
         return "127.0.0.1"
     return "::1" if bound == "::" else bound
-
-
-def _serve(listening: socket.socket, address: str, timeout: float) -> object:
-    """Start torch's store on a bound socket, or with an old torch a server that is like one."""
-    # Read when torch is loaded: else it logs each process that sends it nonsense to stderr. Taken
-    # away again, so that the workers' torch does not read it.
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
-    if quiet:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    try:
-        from torch import __version__
-        from torch.distributed import TCPStore
-    finally:
-        if quiet:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-    if not wire.is_served_by(__version__):
-        return TcpServer(listening)
-    port = listening.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-        use_libuv=True,
-        timeout=timedelta(seconds=timeout),
-    )
 
 
 def _announce(target: StoreTarget, identity: bytes, shared: bytes, until: float) -> Connection:

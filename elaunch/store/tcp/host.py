@@ -28,7 +28,7 @@ so that the host, after it was frozen itself, does not take everybody for dead. 
 then moved far below zero by compare-and-set: a heartbeat that was under way keeps its sender
 alive, and one that comes later shows its sender that it is gone.
 
-torch's store keeps every connection for ever, and each is a descriptor of the agent. An agent sends
+The store keeps every connection for ever, and each is a descriptor of the agent. An agent sends
 something at least every twenty seconds, whatever it waits for; a client that sends nothing for
 SILENT seconds is gone, or never was an agent, and its connection is ended. Of more than MOST
 connections the most silent ones go, too. An agent that was frozen for so long connects again.

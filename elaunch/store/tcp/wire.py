@@ -22,10 +22,10 @@ queue_pop      15    key                                              i64 length
 Numbers are little-endian. A key is a u64 length and "/" and the name; a value a u64 length and the
 bytes. Requests are served in the order they came in; many may be sent in one go.
 
-torch's own client is not used for this, for three reasons: it waits for an answer without a
-deadline, so that a frozen host would freeze every agent; nothing can wake it; and an agent that
-only takes part in a job would import torch, which costs most of a second and 200 MB. The protocol
-is that of torch 2.13; tests/store/tcp meets torch's client on the other side.
+torch's own client and store are not used for this, for three reasons: the client waits for an
+answer without a deadline, so that a frozen host would freeze every agent; nothing can wake it; and
+an agent would import torch, which costs a second or two and 200 MB. The protocol is that of torch
+2.13; tests/store/tcp meets torch's client on the other side.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ CANCEL_WAIT = b"\x0c"
 
 
 def is_served_by(version: str) -> bool:
-    """Return whether the TCPStore of a version of torch has all that, and libuv for a bound socket.
-
-    Older ones have no queues, and take a socket that is bound already without libuv only: an agent
-    has a server of its own there (``server``).
-    """
+    """Return whether the TCPStore of a version of torch takes a bound socket with libuv."""
     return tuple(map(int, version.split(".")[:2])) >= (2, 8)
 
 
