@@ -35,3 +35,8 @@ def release() -> None:
     """Let come what was held back, to the handlers that stand now; in the main thread."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _held)
     _held.clear()
+
+
+def usual_mask() -> set[int]:
+    """Return what the calling thread blocks beside that: a child is to block it, too."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held

@@ -32,9 +32,11 @@ ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other
 ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
                                 it where no launcher names the job
 ELAUNCH_STACKS_FILE             where the worker writes its stacks at a signal; with --hang-timeout
-ELAUNCH_SERVER                  set by elaunch.torchrun for an agent alone: pid of a fork of the
-                                program that has started it, which is to be its server, and the
-                                number of the file that leads there, as 4711:5
+ELAUNCH_SERVER                  set for an agent alone: pid of a child that is to be its server,
+                                started before the agent's other parts (elaunch.agent.startup) or
+                                a fork of the program that has started the agent
+                                (elaunch.torchrun), and the number of the file that leads there,
+                                as 4711:5
 TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_ENABLE_FILE_TIMER=1
 ==============================  ====================================================================
 

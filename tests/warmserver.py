@@ -62,6 +62,8 @@ _GROUP_TIME: Final = "TORCH_NCCL_"
 """Beginning of those that are read when a process group is made."""
 THREADS: Final = "OMP_NUM_THREADS"
 PATH: Final = "PYTHONPATH"
+_SIGNALS: Final = ("setsigmask", "setsigdef")
+"""What os.posix_spawnp is told of the signals of a server."""
 OF_WORKER: Final = "WARM_SERVER"
 """Has, in a forked process of pytest, the socket, pid and settings of its own one of these."""
 
@@ -477,9 +479,9 @@ class WarmServer:
                             os.waitpid(seed_pid, 0)
                 finally:
                     _prctl(_SUBREAPER, before.value)
-                mask = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+                signals = {key: [int(one) for one in how[key]] for key in _SIGNALS}
                 files = resource.getrlimit(resource.RLIMIT_NOFILE)
-                start = {"argv": argv, "env": dict(environ), "mask": mask, "files": files}
+                start = {"argv": argv, "env": dict(environ), "files": files, **signals}
                 send(sock, start, [int(argv[3])])
                 return int(pid)
 
@@ -506,7 +508,9 @@ class WarmServer:
         start, files = received
         sock.close()
         os.setsid()
-        signal.pthread_sigmask(signal.SIG_SETMASK, start["mask"])
+        for number in start["setsigdef"]:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, start["setsigmask"])
         resource.setrlimit(resource.RLIMIT_NOFILE, start["files"])
         _take_over(start["argv"], start["env"])
         _open_streams(unbuffered=True)

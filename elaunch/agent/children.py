@@ -14,14 +14,38 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
+
+from elaunch import earlysignals
 
 PIPE: Final = 1 << 16
 """Bytes that a pipe takes."""
 _SHELL: Final = '(read -r x <&3; kill -9 0) >/dev/null 2>&1 </dev/null & exec sh -c "$1" 3<&-'
 
 Ended = Callable[[int], None]
+
+
+def spawn(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    files: Sequence[tuple[Any, ...]] = (),
+    defaults: Iterable[signal.Signals] = (),
+) -> int:
+    """Start ``argv`` in a session of its own and return its pid; raises OSError.
+
+    ``files`` are file actions of os.posix_spawn. The process has the default actions of
+    ``defaults`` also where they are ignored here, and nothing held back that is held back here.
+    """
+    return os.posix_spawnp(
+        argv[0],
+        list(argv),
+        environ,
+        file_actions=files,
+        setsid=True,
+        setsigmask=earlysignals.usual_mask(),
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, *defaults],
+    )
 
 
 class Reaper:
@@ -51,14 +75,7 @@ class Reaper:
         ``files`` are file actions of os.posix_spawn.
         """
         with self._lock:  # a child that ends at once is looked up when it is known, not before
-            pid = os.posix_spawnp(
-                argv[0],
-                list(argv),
-                environ,
-                file_actions=files,
-                setsid=True,
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-            )
+            pid = spawn(argv, environ, files)
             self._ended[pid] = ended
         self._begin()
         return pid

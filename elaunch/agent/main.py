@@ -13,11 +13,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from signal import Signals
 from typing import TYPE_CHECKING
 
-from elaunch import env
 from elaunch.agent import frontends, signals
 from elaunch.agent.context import RunContext
 from elaunch.agent.failure.errorfile import write_launcher_error
@@ -44,7 +44,6 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
-from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.rendezvous.decide.view import Search
 from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.standalone import Standalone, rules_of_one
@@ -59,29 +58,18 @@ log = logging.getLogger("elaunch")
 Inbox = queue.SimpleQueue[events.Event]
 
 
-def run(settings: Settings, detached: Detached | None = None) -> int:
-    """Run the job that ``settings`` describe on this node; return the command's exit code.
-
-    ``detached``: the command that waits for a detached agent to be ready. Must be called in the
-    main thread, which it keeps until the job has ended. Raises ElaunchError for what is found
-    wrong before a worker was started.
-    """
+def run(
+    settings: Settings,
+    environ: Mapping[str, str],
+    handled: Sequence[Signals],
+    *,
+    detached: Detached | None = None,
+) -> int:
+    """Run the job as elaunch.agent.startup does, which knows variables and handled signals."""
     check_open_files(devices.known(settings.nproc_per_node) or 1)
     inbox: Inbox = queue.SimpleQueue()
-    handled = (
-        *settings.signals_to_handle,
-        *settings.forward_signals,
-        *signals.not_ignored(settings.preempt_signals),
-    )
     signals.install(handled, inbox.put)
-    if settings.workdir is not None:
-        os.chdir(settings.workdir)
     processes.become_subreaper()
-    environ = {**env.launcher_environment(), **settings.env}
-    for name in SECRET_VARIABLES:
-        environ.pop(name, None)
-    if settings.workdir is not None:
-        environ["PWD"] = str(settings.workdir)
     code = _run(settings, environ, inbox, detached)
     signals.ignore(handled)
     return shown_code(code, settings)

@@ -47,11 +47,6 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
     earlysignals.release()
 
 
-def not_ignored(signums: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Return those that the launcher's parent has not ignored: the workers are to inherit that."""
-    return tuple(each for each in signums if signal.getsignal(each) is not signal.SIG_IGN)
-
-
 def ignore(signums: Iterable[signal.Signals]) -> None:
     """Ignore ``signums`` from now on: the exit code stands, whatever comes while Python ends."""
     for signum in signums:

@@ -241,7 +241,7 @@ def _start(line: Line) -> int:
 
         dryrun.show(settings, os.environ)
         return 0
-    from elaunch.agent.main import run as run_agent
+    from elaunch.agent.startup import run as run_agent
 
     if settings.detach:
         from elaunch.agent import detach

@@ -11,7 +11,7 @@ agent       configure           run_id, start ("fork" | "exec"), preload, later,
                                 run's own directory for temporary files, or null), numa_binding
                                 (a mode of elaunch.server.numa, or null), nproc (0: as many as
                                 there are devices), interpreter, environ (all variables, for a
-                                server that is a fork of a program; or null)
+                                server that was started without some of them; or null)
 agent       start               round, rank, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have

@@ -205,10 +205,11 @@ class Server:
 
     def _configure(self, message: Message) -> None:
         self._fork_start = message["start"] == "fork"
-        if self._of_caller:
+        if message["environ"] is not None:
             os.environ.clear()
             os.environ.update(message["environ"])
         self._open_files = tuple(message["open_files"])
+        processes.raise_open_files()
         path, self._temp = message["import_path"], message["temp"]
         found = preload(message["preload"], path) if self._fork_start else Preloaded()
         problem = found.problem or self._timers.open(message["timer_file"])

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -87,6 +88,14 @@ def _kill(pid: int, signum: int) -> bool:
 def outlive_parent() -> None:
     """Take :func:`die_with_parent` back."""
     _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def raise_open_files() -> tuple[int, int]:
+    """Raise this process' soft limit on open files to the hard limit; return both as they were."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a hard limit above what the kernel takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
 
 
 class ForkedCall:

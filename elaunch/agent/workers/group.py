@@ -6,7 +6,6 @@ the loop gives the orders, and what happens comes back as events from the server
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import os
@@ -25,6 +24,7 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
+from elaunch.agent.workers import spawning
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.agent.workers.tempdir import RunTemp
@@ -32,6 +32,7 @@ from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
+from elaunch.server import processes
 
 FILES_PER_WORKER = 6
 FILES_BESIDE = 64
@@ -66,7 +67,7 @@ class WorkerGroup:
         self.compiles = False
         """Whether a server here has imported what compiling takes, against no script's settings."""
         self.reaper = Reaper()
-        self._open_files = _raise_limit()
+        self._open_files = processes.raise_open_files()
         self._endpoint = _endpoint(settings, self.own_addr)
         self._files_root = context.log_root or context.run_dir.logs
         self._forks = settings.start_method == "forkserver" and settings.mode != "command"
@@ -96,9 +97,6 @@ class WorkerGroup:
 
     def _new_server(self) -> WorkerServer:
         settings = self._settings
-        words = [settings.interpreter, settings.entrypoint, *settings.args]
-        has_checkpoint = settings.checkpoint_dir is not None or settings.init_from is not None
-        longest_checkpoint = 4096 if has_checkpoint else 0
         plan = ServerPlan(
             run_id=settings.run_id,
             interpreter=settings.interpreter,
@@ -107,7 +105,7 @@ class WorkerGroup:
             later=_preloaded(settings, later=True),
             import_path=_import_path(settings),
             open_files=self._open_files,
-            title_room=sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint,
+            title_room=spawning.title_room(settings),
             environ=self._server_environ,
             temp=None if self._temp is None else self._temp.path,
             timer_file=None if self._timers is None else str(self._timers),
@@ -386,14 +384,6 @@ def _import_path(settings: Settings) -> str | None:
 def _with_local_rank(arg: str, local_rank: int) -> str:
     """Fill ``${local_rank}`` as torchrun does; ``$$`` becomes ``$``, as there."""
     return string.Template(arg).safe_substitute(local_rank=local_rank)
-
-
-def _raise_limit() -> tuple[int, int]:
-    """Raise this process' soft limit to the hard limit; return both as they were."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a hard limit above what the kernel takes
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft, hard
 
 
 def check_open_files(nproc: int) -> None:

@@ -13,13 +13,12 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Literal
 
-import elaunch.server
 from elaunch import env, proc
 from elaunch.agent.children import Reaper
 from elaunch.agent.policy import events
+from elaunch.agent.workers import spawning
 from elaunch.errors import ServerError
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from elaunch.wire.local import LocalChannel, Message
@@ -103,21 +102,21 @@ class WorkerServer:
     def _spawn(self) -> socket.socket:
         """Execute the server; return the socket that leads to it."""
         ours, theirs = socket.socketpair()
-        entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
-        padding = "." * min(max(0, self._plan.title_room - len(entry)), 100_000)
-        argv = [self._plan.interpreter, "-u", entry, str(theirs.fileno()), padding]
+        plan = self._plan
+        argv = spawning.server_command(plan.interpreter, plan.title_room, theirs.fileno())
         theirs.set_inheritable(True)
         try:
-            self._pid = self._reaper.spawn(argv, self._plan.environ, self._note_end)
+            self._pid = self._reaper.spawn(argv, plan.environ, self._note_end)
         except OSError as error:
             ours.close()
-            raise ServerError(f"cannot execute {self._plan.interpreter}: {error}") from error
+            raise ServerError(f"cannot execute {plan.interpreter}: {error}") from error
         finally:
             theirs.close()
         return ours
 
     def _adopt(self, pid: int, fd: int) -> socket.socket:
-        """Take a child as the server that is a fork of the program which has started this agent."""
+        """Take a child as the server: one that was started before, or a fork of the program that
+        has started this agent."""
         os.set_inheritable(fd, False)
         self._inherited.remove(pid)
         self._pid = pid

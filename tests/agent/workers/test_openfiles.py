@@ -10,8 +10,9 @@ import pytest
 PROGRAM = """
 import resource, sys
 from elaunch.agent.workers import group
+from elaunch.server import processes
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
-print(group._raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+print(processes.raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE))
 group.check_open_files(int(sys.argv[3]))
 """
 
