@@ -31,7 +31,7 @@ from elaunch.runs.record import LatenessRecord
 WINDOW_S: Final = 300.0
 FIRST_S: Final = 5.0
 EVERY_S: Final = 30.0
-SPARING: Final = 4000
+SPARING: Final = 6000
 ANSWERED_S: Final = 5.0
 """Seconds for which what the workers have answered is new enough for the next who looks."""
 LEAST_CALLS: Final = 20
