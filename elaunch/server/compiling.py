@@ -13,7 +13,6 @@ internal to torch: where they have other names nothing is done.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 from typing import Any
 
@@ -77,5 +76,7 @@ def _vector_isa() -> Any:
 
 
 def _build_name(isa: Any, code: str) -> str:
+    import hashlib  # a server that forks nothing does without
+
     text = f"{isa} {isa.build_arch_flags()} {code}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -14,7 +14,6 @@ import runpy
 import signal
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -57,11 +56,18 @@ def prepare(job: Job) -> Callable[[], object]:
         sys.argv[0] = "-m"  # while the module is looked for; runpy sets the file's path
         return partial(_as_main, job.entrypoint)
     path = os.path.join(os.getcwd(), job.entrypoint)  # not normalised: the interpreter does not
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
+    if os.path.isdir(path) or _is_archive(path):
         sys.path.insert(0, path)
         return partial(_as_main, "__main__", alter_argv=False)
     _put_first_on_path(os.path.dirname(os.path.realpath(job.entrypoint)))
     return partial(exec, _code(main, path), main.__dict__)
+
+
+def _is_archive(path: str) -> bool:
+    """Whether the interpreter would look for ``__main__.py`` in this file."""
+    import zipfile  # torch has imported it; a server that forks nothing does without
+
+    return zipfile.is_zipfile(path)
 
 
 def _alias_for_multiprocessing(main: types.ModuleType) -> None:
