@@ -28,12 +28,12 @@ MAX_PID = 1 << 22
 _ARG_START, _ARG_END = 45, 46  # fields 48 and 49, counted from the one after the name
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)  # made once, and not by each worker anew
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
-    if libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
