@@ -347,8 +347,6 @@ def _advice_on_losses(timing: TimingRecord) -> str:
     at = f"{CLASSES.get(name, name)} takes most: {duration(seconds)} of each slot"
     remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
     if name == "wait" and slow is not None and _stands_out(slow):
-        run = one_line(record["run_id"])
-        remedy = (
-            f", which is rank {slow['rank']}: `elaunch profile {run} 10s --rank {slow['rank']}`"
-        )
+        rank = slow["rank"]
+        remedy = f", which is rank {rank}: `elaunch profile --rank {rank}` shows what it does"
     return f"{at}, {_percent(seconds / timing['wall_s'])}{remedy}"
