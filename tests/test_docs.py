@@ -371,6 +371,8 @@ def _retired_words(name: str) -> list[str]:
 
 def _names(node: ast.AST) -> list[str]:
     """Return what a node names: a variable, an attribute, a parameter, a function or a class."""
+    if isinstance(node, ast.keyword):
+        return []  # the parameter has the name, or a message the key
     found = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
     return [name for name in found if isinstance(name, str)]
 

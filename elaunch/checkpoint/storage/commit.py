@@ -350,7 +350,7 @@ def _write_documents(claim: Path, documents: Documents) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed writers have left: temporary files, ranks' own directories."""
+    """Remove temporary files and ranks' own directories that killed writers have left."""
     for directory, below, files in os.walk(path):
         for name in files:
             if name.startswith(layout.TEMPORARY):

@@ -319,7 +319,7 @@ class PosixStorage:
 
     @contextmanager
     def _must_stay(self, stage: Stage, header: ShardHeader) -> Iterator[None]:
-        """Make a SaveError of what happens when the stage is taken away while it is written."""
+        """Raise a SaveError in place of what is raised when the stage is removed during a write."""
         path = committing.stage_path(self._root, stage)
         try:
             yield

@@ -1,9 +1,9 @@
-"""How a shard gets on to the disk: behind the training, as long as that is fast enough.
+"""The pace of a shard's write: at low priority behind the training, if that is fast enough.
 
-A priority that was lowered cannot be raised again without a privilege. So a thread of normal
-priority stays beside those of low priority that write a shard: the work is cut into steps, and
-where these no longer come to ``ENOUGH`` bytes a second, it starts threads for the rest. Storage
-that is slower than that loses nothing by it: what waits for storage takes little of the processor.
+A priority that was lowered cannot be raised again without a privilege. So one thread of normal
+priority stays beside those of low priority that write a shard. The work is cut into steps; when
+they make less than ``ENOUGH`` bytes a second, that thread starts others for the rest. That costs
+little where the storage itself is slower: a thread that waits for it needs no processor.
 """
 
 from __future__ import annotations

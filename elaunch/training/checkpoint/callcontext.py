@@ -62,17 +62,17 @@ class KnownCheckpoints:
     loads: bool = False
 
     def note(self, committed: Committed) -> None:
-        """Take what all ranks have committed together for the newest, if it is."""
+        """Note what all ranks have committed together; it is the newest unless one is newer."""
         self.whole.add(committed.uuid)
         self.newest = newer(self.newest, committed)
 
     def note_own(self, committed: Committed) -> None:
-        """Take what this rank has committed alone; the others learn of it by the next restore."""
+        """Note what this rank has committed alone; the others learn of it by the next restore."""
         self.whole.add(committed.uuid)
         self.own = newer(self.own, committed)
 
     def choose(self, chosen: Committed | None) -> None:
-        """Take what all ranks read as the latest for it; what is known and newer is gone."""
+        """Note which checkpoint all ranks read as the latest; known newer ones are gone."""
         self.asked, self.problem = True, None
         self.resumed = _not_newer(self.resumed, chosen)
         self.newest = _not_newer(self.newest, chosen)

@@ -12,9 +12,9 @@ step              what the ranks send each other at its end
                   fence), checks all shards, writes COMMIT, renames
 ================  ================================================================================
 
-If anything goes wrong before the commit, rank 0 removes the stage, and nothing else has changed. A
-rank 0 that is killed leaves a stage: the choice of the next round's checkpoint clears it away, or
-commits it if it is complete.
+If anything fails before the commit, rank 0 removes the stage, and nothing else has changed. If rank
+0 is killed, a stage is left behind. The process that chooses the checkpoint of the next round
+commits it if it is complete, and else clears it.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def versions() -> dict[str, str]:
 
 
 def flush(call: CallContext) -> None:
-    """Have the metrics on disk before the checkpoint is: it is not to be ahead of them."""
+    """Write the metrics to the disk before the checkpoint, which must not be ahead of them."""
     try:
         call.train.flush(FLUSH_S)
     except RunDirError as error:

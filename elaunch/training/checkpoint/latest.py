@@ -47,7 +47,7 @@ class Decided(NamedTuple):
 
 
 def has_chosen(info: Info) -> bool:
-    """Whether agents have chosen the latest: they lock the directory, and look after it."""
+    """Whether agents have chosen the latest: they also lock the directory and finish its stages."""
     return info.launcher == "elaunch" and info.checkpoint_dir is not None
 
 

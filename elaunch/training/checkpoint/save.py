@@ -343,7 +343,7 @@ def _planned(
     offers: list[Offer],
     request: SaveRequest,
 ) -> Filled:
-    """Return what this rank writes, and ``.metadata`` on rank 0. ALL ranks call it together.
+    """Return the content of this rank's shard, and ``.metadata`` on rank 0. ALL ranks call it.
 
     Raises SaveError, on all ranks; also where the digests of what has to be equal differ.
     """
@@ -411,7 +411,7 @@ def _save_in_background(
     saver = call.saver
     assert saver is not None  # asked by the caller
     waits = when_busy == "wait"
-    while True:  # the agents raise it when the storage takes nothing of the save before any more
+    while True:  # where the storage hangs, the agents end the wait with an error
         ready, offers = _offered(call, cache, state, request, waits=waits, block=False)
         if not any(offer.busy for offer in offers):
             break
@@ -442,7 +442,7 @@ def _save_in_background(
 def _give_up(call: CallContext, stage: Stage | None = None) -> None:
     """Report to this rank's agent that nothing comes of what was begun: ``abandon``.
 
-    There is an error already that all ranks are about to raise: another one is only logged.
+    All ranks are about to raise another error, so a failure here is only logged.
     """
     assert call.saver is not None  # it has begun
     try:

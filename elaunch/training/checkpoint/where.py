@@ -59,7 +59,7 @@ log = logging.getLogger("elaunch")
 
 @dataclass(frozen=True)
 class DirectoryOwner:
-    """Which run writes here, and the round in the names of what it writes."""
+    """The run that writes here, and the round in the names of its checkpoints."""
 
     run_id: str
     round: int
@@ -239,7 +239,7 @@ def check_shared(
 
 
 def print_default(place: Location, given: bool) -> None:
-    """Print on stderr where checkpoints go if nobody has chosen it; rank 0 does, once."""
+    """Print on stderr where checkpoints are kept, unless a person chose it; rank 0 does, once."""
     if not given:
         print(
             f"elaunch: checkpoints are kept in {place} (--checkpoint-dir or {env.CHECKPOINT_DIR} "
