@@ -29,6 +29,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.places import is_within
+from elaunch.config import Settings
 from elaunch.config.facts import facts
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import UsageError
@@ -65,10 +66,7 @@ def join(
     """
     settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
-    key = _key_by_munge(settings.run_id, rendezvous, os.environ)
-    opener = StoreOpener(rendezvous, settings.run_id, own_addr, group.advertise, key=key)
-    opener.prepare()
-    stack.callback(opener.close)
+    opener = _prepared(settings, rendezvous, own_addr, group, stack)
     peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
     search, rests = _search(context, peers, saver.finisher)
     world = World(_post(context, peers, group), search, group.fence)
@@ -123,6 +121,27 @@ def _search(
     )
     search = LocalSearch(peers, timeout, context.post, require=require)
     return search, LocalCopies(peers, own).rests
+
+
+def _prepared(
+    settings: Settings,
+    rendezvous: RendezvousSettings,
+    own_addr: str,
+    group: WorkerGroup,
+    stack: contextlib.ExitStack,
+) -> StoreOpener:
+    """Return what opens this agent's store, with its port bound and its key made."""
+    opener = StoreOpener(
+        rendezvous,
+        settings.run_id,
+        own_addr,
+        group.advertise,
+        key=_key_by_munge(settings.run_id, rendezvous, os.environ),
+        agents=settings.max_nodes,
+    )
+    opener.prepare()
+    stack.callback(opener.close)
+    return opener
 
 
 def _key_by_munge(

@@ -1,25 +1,35 @@
 """A TCPStore in Python, for the agents of a job: the one that hosts it needs no torch for it.
 
 It answers the requests of the table in ``wire``, as torch's store with libuv does. One thread
-serves all connections; what is malformed ends its connection. Only agents speak with it, a few
-requests a second each: 1,024 of them form a round as quickly as around torch's store.
+serves all connections; what is malformed ends its connection, and so does a client that reads none
+of its answers. While no descriptor is left, a client that connects waits. Only agents speak with
+it, a few requests a second each: 1,024 of them form a round as quickly as around torch's store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Generator
+from typing import Final
 
 from elaunch.store.tcp.wire import CHUNK, LONGEST, VALIDATE
 
 _Reading = Generator[int, None, None]
-_MOST_KEYS = 1 << 17
+_MOST_KEYS: Final = 1 << 17
 """Keys in one request; a host writes and reads a few for each agent."""
+_MOST_UNSENT: Final = 1 << 26
+"""Bytes that a client may leave unread; the nodes of 16,384 agents are half a megabyte."""
+_AGAIN_S: Final = 1.0
+"""Seconds until a connection is accepted again after there was no descriptor for one."""
+
+log = logging.getLogger("elaunch")
 
 
 class _MalformedError(Exception):
@@ -34,6 +44,7 @@ class _Client:
         self.received = bytearray()
         self.unsent = bytearray()
         self.waits_for: set[bytes] = set()
+        self.is_full = False
         self._requests = server.requests(self)
         self._needed = next(self._requests)
 
@@ -48,6 +59,12 @@ class _Client:
         del self.received[:count]
         return data
 
+    def answer(self, data: bytes) -> None:
+        """Have it sent an answer; raises _MalformedError where it has read too few of them."""
+        if len(self.unsent) + len(data) > _MOST_UNSENT:
+            raise _MalformedError
+        self.unsent += data
+
 
 class TcpServer:
     """Serves on a listening socket, which it owns, until it is closed."""
@@ -58,6 +75,7 @@ class TcpServer:
         self._queues: defaultdict[bytes, deque[bytes]] = defaultdict(deque)
         self._waiting: defaultdict[bytes, set[_Client]] = defaultdict(set)
         self._selector = selectors.DefaultSelector()
+        self._accepts_at: float | None = None
         self._ended, self._end = socket.socketpair()
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
@@ -72,7 +90,11 @@ class TcpServer:
 
     def _run(self) -> None:
         while True:
-            for key, events in self._selector.select():
+            left = None if self._accepts_at is None else self._accepts_at - time.monotonic()
+            if left is not None and left <= 0:
+                self._accept_again()
+                left = None
+            for key, events in self._selector.select(left):
                 if key.fileobj is self._ended:
                     self._close()
                     return
@@ -89,11 +111,21 @@ class TcpServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
-        except OSError:  # it is gone already, or no descriptor is left
+        except (BlockingIOError, ConnectionError):  # it is gone already
+            return
+        except OSError as error:
+            # The listening socket stays readable: the thread would only come here again.
+            log.warning("the agents' store takes no connection for now: %s", error.strerror)
+            self._selector.unregister(self._listening)
+            self._accepts_at = time.monotonic() + _AGAIN_S
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._selector.register(sock, selectors.EVENT_READ, _Client(sock, self))
+
+    def _accept_again(self) -> None:
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._accepts_at = None
 
     def _turn(self, client: _Client, events: int) -> None:
         try:
@@ -128,7 +160,10 @@ class TcpServer:
         with contextlib.suppress(BlockingIOError):
             while client.unsent:
                 del client.unsent[: client.sock.send(client.unsent)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        if client.is_full is bool(client.unsent):
+            return
+        client.is_full = not client.is_full
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.is_full else 0)
         self._selector.modify(client.sock, wanted, client)
 
     def requests(self, client: _Client) -> _Reading:
@@ -152,10 +187,10 @@ class TcpServer:
         for client in self._waiting.pop(name, ()):
             client.waits_for.discard(name)
             if not client.waits_for:
-                client.unsent += b"\x00"
                 try:
+                    client.answer(b"\x00")
                     self._flush(client)
-                except OSError:
+                except (OSError, _MalformedError):
                     self._drop(client)
 
     def _set(self, client: _Client) -> _Reading:
@@ -168,11 +203,11 @@ class TcpServer:
         value = yield from _value(client)
         if self._values.get(name, b"") == expected:
             self._put(name, value)
-        client.unsent += _sent(self._values.get(name, expected))
+        client.answer(_sent(self._values.get(name, expected)))
 
     def _get(self, client: _Client) -> _Reading:
         name = yield from _value(client)
-        client.unsent += _sent(self._values.get(name, b""))
+        client.answer(_sent(self._values.get(name, b"")))
 
     def _add(self, client: _Client) -> _Reading:
         name = yield from _value(client)
@@ -180,7 +215,7 @@ class TcpServer:
         (number,) = _I64.unpack(client.take(8))
         try:
             number += int(self._values.get(name, b"0"))
-            client.unsent += _I64.pack(number)
+            client.answer(_I64.pack(number))
         except (ValueError, struct.error):
             raise _MalformedError from None
         self._put(name, str(number).encode())
@@ -192,21 +227,21 @@ class TcpServer:
         for name in client.waits_for:
             self._waiting[name].add(client)
         if not client.waits_for:
-            client.unsent += b"\x00"
+            client.answer(b"\x00")
 
     def _cancel_wait(self, client: _Client) -> _Reading:
         yield 0
         self._forget(client)
-        client.unsent += b"\x01"
+        client.answer(b"\x01")
 
     def _delete(self, client: _Client) -> _Reading:
         name = yield from _value(client)
         found = self._values.pop(name, None), self._queues.pop(name, None)
-        client.unsent += _I64.pack(found != (None, None))
+        client.answer(_I64.pack(found != (None, None)))
 
     def _multi_get(self, client: _Client) -> _Reading:
         for name in (yield from _names(client)):
-            client.unsent += _sent(self._values.get(name, b""))
+            client.answer(_sent(self._values.get(name, b"")))
 
     def _multi_set(self, client: _Client) -> _Reading:
         for _ in range((yield from _number(client, _MOST_KEYS))):
@@ -214,7 +249,7 @@ class TcpServer:
 
     def _ping(self, client: _Client) -> _Reading:
         yield 4
-        client.unsent += client.take(4)
+        client.answer(client.take(4))
 
     def _push(self, client: _Client) -> _Reading:
         name = yield from _value(client)
@@ -223,9 +258,9 @@ class TcpServer:
 
     def _pop(self, client: _Client) -> _Reading:
         queue = self._queues.get((yield from _value(client)))
-        client.unsent += _I64.pack(len(queue or ()))
+        client.answer(_I64.pack(len(queue or ())))
         if queue:
-            client.unsent += _sent(queue.popleft())
+            client.answer(_sent(queue.popleft()))
 
 
 def _number(client: _Client, most: int) -> Generator[int, None, int]:

@@ -52,7 +52,8 @@ class TcpStore:
         target: where it is.
         timeout: seconds for each call.
         connection: to it, open.
-        server: what serves the store, if it is hosted here; it ends with this object.
+        server: what serves the store, torch's or a TcpServer, if it is hosted here; it ends with
+            this object.
         moved: as for TcpConnection.
     """
 
@@ -62,7 +63,7 @@ class TcpStore:
         timeout: float,
         connection: Connection,
         *,
-        server: TcpServer | None = None,
+        server: object = None,
         moved: Callable[[], bool] | None = None,
     ) -> None:
         self._closed = threading.Event()
@@ -254,9 +255,9 @@ class TcpStore:
             self._members.wake()
         for line in (self._calls, self._waits, self._inbox):
             line.cut()
-        if self._server is not None:
+        if isinstance(self._server, TcpServer):
             self._server.close()
-            self._server = None
+        self._server = None
 
     def _begin(self, name: str) -> None:
         if self._leads_as != name and self._members is not None:

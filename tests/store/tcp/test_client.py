@@ -662,6 +662,38 @@ def test_a_host_writes_nothing_of_strangers_and_imports_no_torch() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+LARGE = """
+import os, socket, sys
+from elaunch.store.protocol import Change
+from elaunch.store.tcp import client as tcp
+before = dict(os.environ)
+listening = socket.create_server(("127.0.0.1", 0))
+store = tcp.host(listening, "job", timeout=20.0, agents=tcp.OWN_AGENTS + 1)
+assert dict(os.environ) == before and "torch" in sys.modules
+port = int(store.name.rpartition(":")[2])
+other = tcp.connect("127.0.0.1", port, "job", deadline=20.0)
+with socket.create_connection(("127.0.0.1", port)) as noise:
+    noise.sendall(bytes(range(256)) * 64)
+store.enrol("host", b"", 60.0)
+other.enrol("other", b"here", 60.0)
+assert store.await_leadership("host", 20.0)
+found = []
+while len(found) < 2:
+    found += store.changes("host", 20.0)
+assert Change("other", b"here", "put") in found
+assert store.publish(1, b"one")
+assert other.follow(0, 20.0).value == b"one"
+other.close()
+store.close()
+"""
+
+
+def test_a_store_for_very_many_agents_is_torchs() -> None:
+    """It serves them beside the interpreter's lock, and writes nothing of strangers either."""
+    done = warm.run([sys.executable, "-c", LARGE])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_who_connects_imports_no_torch(process: HostProcess) -> None:
     """It takes most of a second."""
     code = (
