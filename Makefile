@@ -4,7 +4,7 @@
 #   make test    every test but the trials; some of them with the newest torch, too
 #   make trials  the long ones: kills at random moments, launchers times sizes, the other store
 #   make lint    format, lint, types
-#   make check   the same and the fast tests: less than a minute and a half
+#   make check   the same and the fast tests: about a minute
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
@@ -57,7 +57,7 @@ lint: $(STAMP)
 
 check: lint
 	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
-	$(PYTEST) -n 3 -q -m "not slow and not trial"
+	$(PYTEST) -n 3 -q --hypothesis-profile=check -m "not slow and not ranks and not trial"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py

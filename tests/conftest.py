@@ -22,6 +22,7 @@ from tests.launching import Launcher, clean_environment
 # Tests run beside others on a busy machine: how long examples take says nothing.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+settings.register_profile("check", settings.get_profile("project"), max_examples=25)
 
 
 _LINKS = pytest.StashKey[Path]()

@@ -139,6 +139,7 @@ def mounted(tmp_path: Path) -> Iterator[list[str]]:
     yield ["unshare", "--mount", "sh", "-ec"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mount", "told"),
     [

@@ -331,6 +331,7 @@ def test_what_is_needed_is_not_removed_without_force(command: Command, saves: Pa
     assert os.listdir(saves / ".pins") == []
 
 
+@pytest.mark.slow
 def test_what_a_living_run_has_resumed_from(command: Command, saves: Path, play: Play) -> None:
     """It stays until the next is committed; the run also names the directory."""
     resumed = {"path": str(saves / "step-00000100.r0"), "step": 100, "format": "elaunch"}
@@ -342,6 +343,7 @@ def test_what_a_living_run_has_resumed_from(command: Command, saves: Path, play:
     assert listed(command, "dig")["resumed_from"] == {"step-00000100.r0": "digits"}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_directory(command: Command, play: Play, environ: dict[str, str]) -> None:
     """What its script has saved beside its record is found; else the fix is named."""
     play(run_id="plain")
@@ -569,6 +571,7 @@ def test_another_run_has_the_directory(command: Command, saves: Path, tmp_path: 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_listing_does_not_import_torch(saves: Path, environ: dict[str, str]) -> None:
     """As no command but export and import does."""
     code = (
@@ -581,6 +584,7 @@ def test_listing_does_not_import_torch(saves: Path, environ: dict[str, str]) -> 
     assert done.stdout.splitlines()[-1:] == ["0 []"], done.stderr
 
 
+@pytest.mark.slow
 def test_nobody_reads_on(saves: Path, environ: dict[str, str]) -> None:
     """As behind ``| head``: nothing is said of it."""
     reading, writing = os.pipe()

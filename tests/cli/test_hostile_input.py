@@ -223,6 +223,7 @@ def test_commands(place: Path) -> None:
                     check([name, word], ENDS)
 
 
+@pytest.mark.slow
 def test_checkpoints(place: Path) -> None:
     """A directory, a URL, a run, a name in it, and a file to write."""
     (place / "saves").mkdir()
@@ -275,6 +276,7 @@ CLOSED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_directory_that_may_not_be_entered(place: Path) -> None:
     """Root enters every directory, so it gives up that right for this."""
     programs.needed("setpriv")

@@ -138,6 +138,7 @@ def test_what_is_imported_for_an_answer(args: list[str], ending: int) -> None:
     assert done.stdout.splitlines()[-1:] == ["[] True"], done
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_anything_starts_is_130(tmp_path: Path) -> None:
     """No traceback: here while the job file is read, from a FIFO that nobody writes."""
     fifo = tmp_path / "job.yaml"

@@ -30,6 +30,7 @@ def test_all_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_it_is_the_same_without_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     """``python -OO`` removes what click takes the help of every command from."""
     assert execute(["man"]) == 0

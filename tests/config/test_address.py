@@ -131,6 +131,7 @@ def test_no_packet_is_sent() -> None:
             listener.recv(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("also", ["::ffff:127.0.0.1 localhost", "::1 localhost"])
 def test_other_addresses_of_localhost(tmp_path: Path, also: str) -> None:
     """Whatever /etc/hosts says: loopback stays loopback, and a port in use is in use."""

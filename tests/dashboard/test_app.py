@@ -140,6 +140,7 @@ def test_a_failure_is_said_once(app: App, environ: dict[str, str]) -> None:
     assert "ValueError" not in first["detail"]
 
 
+@pytest.mark.slow
 def test_a_live_run_shows_who_stands_still(app: App, play: Play) -> None:
     """Silent for more than half of the limit, a step behind, a save that came to nothing."""
     worker = {"progress": None, "status": "", "section": "", "local_rank": 0}

@@ -89,6 +89,7 @@ def test_a_job_is_restarted_and_stopped(elaunch: Launcher) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 def test_another_address_asks_for_the_token(elaunch: Launcher) -> None:
     """It is in the printed address, and kept for the next start."""
     port = free_port()
@@ -123,6 +124,7 @@ def test_the_token_is_kept_to_the_user(environ: dict[str, str]) -> None:
         serving.kept_token(environ)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -70,6 +70,7 @@ def test_agents_that_gather_have_no_plan_yet(meetings: Meetings) -> None:
     assert [node["host"] for node in document["joining"]] == ["node1"]
 
 
+@pytest.mark.slow
 def test_reading_changes_nothing(meetings: Meetings) -> None:
     with PlayedJob(meetings, "train-1", nodes=2) as job:
         before = (job.stores[0].latest(), set(job.stores[0].members()))
@@ -173,6 +174,7 @@ def test_a_plan_that_is_refused_is_the_answer() -> None:
             look(store, None)
 
 
+@pytest.mark.slow
 def test_an_etcd_has_many_jobs(etcd: Meetings) -> None:
     assert run_ids(etcd.settings) == ()
     with pytest.raises(UsageError, match="it has none"):

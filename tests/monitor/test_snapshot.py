@@ -85,6 +85,7 @@ def test_the_newest_checkpoint_is_found_live(play: Play, tmp_path: Path) -> None
     assert view.latest_note is not None and "passed over step_60.pt" in view.latest_note
 
 
+@pytest.mark.slow
 def test_the_look_at_a_checkpoint_of_elaunchs_own_is_cheap(play: Play, tmp_path: Path) -> None:
     """Sizes are compared, contents not read; a URL has its newest shown, too."""
     agent = play(0, checkpoint_dir=str(tmp_path / "c"))

@@ -21,6 +21,7 @@ from tests.monitor.conftest import Play
 from tests.monitor.playing import final
 
 
+@pytest.mark.slow
 def test_a_live_agent_answers(play: Play) -> None:
     agent = play(2, reason="first start")
     standing = read_standing(agent.run, timeout=60)
@@ -30,6 +31,7 @@ def test_a_live_agent_answers(play: Play) -> None:
     assert standing.duration_s is not None and 0 <= standing.duration_s < 60
 
 
+@pytest.mark.slow
 def test_an_ended_run(play: Play) -> None:
     agent = play()
     agent.end(**final("COMPLETED", agent.record(), reason="every worker ended with exit code 0"))
@@ -95,6 +97,7 @@ def test_a_suspended_agent(play: Play) -> None:
     assert (standing.state, standing.agent, standing.live) == ("RUNNING", "stopped", True)
 
 
+@pytest.mark.slow
 def test_an_agent_without_a_socket_is_read_from_its_file(play: Play) -> None:
     agent = play()
     agent.run.socket.unlink()
@@ -102,6 +105,7 @@ def test_an_agent_without_a_socket_is_read_from_its_file(play: Play) -> None:
     assert (standing.state, standing.agent) == ("RUNNING", "silent")
 
 
+@pytest.mark.slow
 def test_an_agent_that_ends_while_it_is_asked(play: Play) -> None:
     """Its socket is gone before its process: that alone is neither silence nor loss."""
     agent = play()
@@ -119,6 +123,7 @@ def test_an_agent_that_ends_while_it_is_asked(play: Play) -> None:
     assert standing.state == "COMPLETED"
 
 
+@pytest.mark.slow
 def test_the_answer_is_newer_than_the_file(play: Play) -> None:
     agent = play()
     stale = agent.run.state_file.read_bytes()

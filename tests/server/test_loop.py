@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from elaunch.server import loop, processes
 from elaunch.server.loop import Server
 from elaunch.server.worker import Job
@@ -104,6 +106,7 @@ def _while_it_imports(directory: Path) -> list[str]:
     return [*(message[0]["op"] for message in found if message), str(server._fence < math.inf)]
 
 
+@pytest.mark.slow
 def test_an_exit_is_reported_while_modules_are_imported(tmp_path: Path) -> None:
     """What starts a worker waits for the end of the import."""
     found = processes.call_in_fork(lambda: _while_it_imports(tmp_path))

@@ -307,6 +307,7 @@ def test_a_job_that_runs(elaunch: Launcher, tmp_path: Path) -> None:
     assert place["nodes"][0]["ranks"][0]["level"] == 0
 
 
+@pytest.mark.slow
 def test_numbers_that_are_no_level(environ: dict[str, str]) -> None:
     """A script's own record has no number of slots: its ranks are those of its workers."""
     workers: list[Any] = [new_worker(3, 0) | {"state": "SUCCEEDED"}]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HOOKS = """
 import sys
 import elaunch
@@ -30,6 +32,7 @@ raise ValueError("the script's own")
 """
 
 
+@pytest.mark.slow
 def test_the_hook_for_exceptions_is_given_back(tmp_path: Path) -> None:
     """Unless the script has put its own on top of it, which goes on to work."""
     foreign = ("ELAUNCH_", "TORCH", "XDG_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")

@@ -231,6 +231,7 @@ say(ctx.round_store.context_number)
     ends_well(start(2, script, "a"), ["2\n"] * 2)
 
 
+@pytest.mark.slow
 def test_contexts_follow_each_other_in_one_process(start: Start) -> None:
     """Each meets anew."""
     script = """

@@ -85,6 +85,7 @@ def around_etcd(tmp_path: Path, stack: ExitStack) -> Agents:
     return Agents(RendezvousSettings("etcd", endpoints, connect_timeout=60.0), stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["around_tcp", "around_etcd"])
 def test_the_agents_of_a_job_have_one_key(
     place: str, request: pytest.FixtureRequest, daemon: Munged, caplog: pytest.LogCaptureFixture
@@ -169,6 +170,7 @@ def test_other_agents_do_not_load_what_asks_munge() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_an_etcd_that_was_wiped_gets_the_key_of_who_comes_first(
     tmp_path: Path, stack: ExitStack, daemon: Munged
 ) -> None:
@@ -187,6 +189,7 @@ def test_an_etcd_that_was_wiped_gets_the_key_of_who_comes_first(
     assert found[0] is not None and found == [found[0]] * 5
 
 
+@pytest.mark.slow
 def test_without_munge_the_store_is_open_as_before(
     around_tcp: Agents, daemon: Munged, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,6 +220,7 @@ def test_a_frozen_munged_costs_seconds(
     assert "munge has not answered for 0.5 s" in caplog.messages[0]
 
 
+@pytest.mark.slow
 def test_a_client_without_munge_is_told(
     around_tcp: Agents, daemon: Munged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_a_client_without_munge_is_told(
         around_tcp.one_more()
 
 
+@pytest.mark.slow
 def test_a_host_without_munge_is_told_of(
     around_tcp: Agents, daemon: Munged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +298,7 @@ def test_what_a_stranger_puts_in_place_of_the_key_is_refused(
     assert (host.secret, client.secret) == (key, key)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_there_before_the_host_is_replaced(
     around_tcp: Agents, port: int, daemon: Munged, monkeypatch: pytest.MonkeyPatch
 ) -> None:

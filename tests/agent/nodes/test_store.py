@@ -75,6 +75,7 @@ def opening(settings: RendezvousSettings, stack: ExitStack, run_id: str = "job")
     return made
 
 
+@pytest.mark.slow
 def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
     stack: ExitStack, free_port: int
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_first_on_a_machine_hosts_and_the_second_is_its_client(
     wait_until(lambda: set(stores[0].members()) == {"aa"})
 
 
+@pytest.mark.slow
 def test_an_open_store_is_said_to_be_open(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, free_port: int
 ) -> None:

@@ -185,6 +185,7 @@ def test_the_port_is_free_again_at_once() -> None:
     check.close()
 
 
+@pytest.mark.slow
 def test_an_agent_without_this_port_does_not_pay_for_http() -> None:
     """6 MB and 15 ms."""
     code = "import sys, elaunch.agent.main; print('http.server' in sys.modules)"

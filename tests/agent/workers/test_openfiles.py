@@ -29,6 +29,7 @@ def test_the_soft_limit_is_raised_and_returned() -> None:
     assert (done.returncode, done.stdout) == (0, "(64, 500) (500, 500)\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [73, 200])
 def test_a_hard_limit_that_is_too_low_is_told(nproc: int) -> None:
     """Number, limit and fix."""

@@ -191,6 +191,7 @@ def test_groups_are_signalled_also_while_they_are_being_made(rig: Rig) -> None:
     assert [event.exitcode for event in ends] == [-signal.SIGTERM] * 10
 
 
+@pytest.mark.slow
 @with_rig
 def test_the_sweep_names_what_it_killed(rig: Rig) -> None:
     """What a worker left behind."""
@@ -247,6 +248,7 @@ def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
     assert rig.next(events.TreeGone).round == loop.FENCED
 
 
+@pytest.mark.slow
 @with_rig
 def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> None:
     """Stopped with all that they have started; then they go on as if nothing had been."""
@@ -275,6 +277,7 @@ def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> Non
     assert rig.next(events.TreeGone).round == loop.FENCED
 
 
+@pytest.mark.slow
 @with_rig
 def test_a_fence_that_is_moved_in_time_holds_nobody_up(rig: Rig) -> None:
     """Each message replaces the last; one that has passed holds for who is started later."""
@@ -292,6 +295,7 @@ def test_a_fence_that_is_moved_in_time_holds_nobody_up(rig: Rig) -> None:
     assert rig.next(events.Exit).stopped
 
 
+@pytest.mark.slow
 @with_rig
 def test_closing_is_no_loss(rig: Rig) -> None:
     """The workers end with the server, and nobody is told that it was lost."""

@@ -72,6 +72,7 @@ def test_an_empty_metadata_after_a_power_cut(path: Path) -> None:
     refused(path, ".metadata is empty")
 
 
+@pytest.mark.slow
 def test_every_truncation_of_the_metadata_is_noticed(path: Path) -> None:
     whole = (path / ".metadata").read_bytes()
     for size in reversed(range(1, len(whole))):

@@ -143,6 +143,7 @@ def test_flipped_bytes_never_do_more_than_damage(protocol: int, data: st.DataObj
         assert DAMAGED in str(error)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=60))
 @example(b"")
 @example(b"\0" * 60)

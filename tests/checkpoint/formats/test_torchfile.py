@@ -34,6 +34,7 @@ def test_every_truncation_is_noticed(archive: Path) -> None:
             check_zip(archive)
 
 
+@pytest.mark.slow
 def test_every_hole_is_noticed(archive: Path) -> None:
     whole = archive.read_bytes()
     for start in range(0, len(whole) - 8, 7):
@@ -112,6 +113,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return makers.saved(tmp_path_factory.mktemp("zip") / "a.pt").read_bytes()
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_damage_raises_anything_else(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

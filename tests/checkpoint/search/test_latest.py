@@ -274,6 +274,7 @@ def as_nobody(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_may_not_be_read_is_passed_over(open_folder: Path, template: Path) -> None:
     makers.own(open_folder, 1)
     for name in ("step_2", "step_3"):
@@ -352,6 +353,7 @@ def test_a_search_changes_nothing(tmp_path: Path, template: Path) -> None:
     assert listing() == before
 
 
+@pytest.mark.slow
 def test_the_search_needs_no_torch() -> None:
     code = "import sys, elaunch.checkpoint.search.latest; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

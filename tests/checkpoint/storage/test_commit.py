@@ -169,6 +169,7 @@ def test_removing_killed_at_each_step(storage: PosixStorage, killed_everywhere: 
     assert steps == {(120, 130), (130,)}
 
 
+@pytest.mark.slow
 def test_a_quarantine_killed_at_each_step(storage: PosixStorage, killed_everywhere: Killed) -> None:
     storages.save(storage, 130)
     for left in killed_everywhere("quarantine"):
@@ -337,6 +338,7 @@ def test_a_dead_rounds_torn_stage_costs_no_minute(tmp_path: Path) -> None:
         assert alone is (time.monotonic() - begun < commit.LATE_S)
 
 
+@pytest.mark.slow
 def test_what_is_on_the_disk_when(storage: PosixStorage, tmp_path: Path) -> None:
     """Fsync of each file before its rename, of its directory after, COMMIT last."""
     programs.needed("strace")

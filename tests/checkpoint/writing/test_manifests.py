@@ -59,6 +59,7 @@ def test_damaged(change: dict[str, Any], reason: str) -> None:
         decode(json.dumps(document).encode(), 1)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_damage_raises_anything_else(data: st.DataObject) -> None:
     content = bytearray(encode_checked(STAGE, HEADER, FILES))

@@ -193,6 +193,7 @@ def test_torn_lines_are_said(environ: dict[str, str], made: RunDir) -> None:
     assert done.stderr == "elaunch: 1 line is no row and left out\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 def test_a_reader_that_goes_away(environ: dict[str, str]) -> None:
     command = f"{sys.executable} -m elaunch metrics train-1 --json | head -1"

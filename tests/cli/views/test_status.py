@@ -253,6 +253,7 @@ def test_a_secret(meetings: Meetings, environ: dict[str, str], tmp_path: Path) -
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_unreadable_record(play: Play, environ: dict[str, str]) -> None:
     agent = play(0)
     agent.kill()
@@ -264,6 +265,7 @@ def test_an_unreadable_record(play: Play, environ: dict[str, str]) -> None:
     assert "UNREADABLE" in run(environ).stdout
 
 
+@pytest.mark.slow
 def test_output_that_the_encoding_cannot_hold(play: Play, environ: dict[str, str]) -> None:
     play(0, reason="naïve → \udcff", run_id="läuft")
     done = run(environ | {"PYTHONIOENCODING": "ascii"}, "läuft")
@@ -271,6 +273,7 @@ def test_output_that_the_encoding_cannot_hold(play: Play, environ: dict[str, str
     assert "na\\xefve \\u2192 \\udcff" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(play: Play, environ: dict[str, str]) -> None:
     play(0)
     read_end, write_end = os.pipe()

@@ -41,6 +41,7 @@ def handles(ctx: Any, go: Path) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_a_handle_with_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done when it is committed; each has its own checkpoint, whatever came after."""
     write, go = PosixStorage.write_shard, tmp_path / "go"
@@ -71,6 +72,7 @@ def without_an_agent(ctx: Any) -> Any:
     return told, checkpoint.wait().name, checkpoint.latest().name, logged
 
 
+@pytest.mark.ranks
 def test_a_handle_without_an_agent(tmp_path: Path) -> None:
     """The checkpoint is committed when the call returns; why it blocks is said once."""
     names = ["step-00000001.r0", "step-00000002.r0"]
@@ -94,6 +96,7 @@ def known_too_late(ctx: Any) -> Any:
     return ""
 
 
+@pytest.mark.ranks
 def test_a_rank_that_has_asked_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``done`` hides no error from the next call of all ranks."""
 

@@ -128,6 +128,7 @@ def begun(ctx: Any, source: str) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_a_warm_start(tmp_path: Path) -> None:
     """From another run, on another number of ranks: step 0; then the own checkpoint wins."""
     weights = in_group(warm, 2, tmp_path / "old", False)
@@ -154,6 +155,7 @@ def by_environment(ctx: Any) -> Any:
     return state["x"], found.step, read, again["x"], own.step
 
 
+@pytest.mark.ranks
 def test_a_warm_start_by_the_environment(tmp_path: Path) -> None:
     """What --init-from sets counts for every call that takes the latest, and without an agent."""
     torch.save({"x": 7}, tmp_path / "model.pt")

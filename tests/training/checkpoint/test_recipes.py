@@ -386,6 +386,7 @@ def of_some_ranks(ctx: Any) -> Any:
     return compared() == seen()
 
 
+@pytest.mark.ranks
 def test_dtensors_of_some_ranks(tmp_path: Path) -> None:
     """As stages of a pipeline have them."""
     assert in_group(of_some_ranks, 3, tmp_path) == [True] * 3
@@ -413,6 +414,7 @@ def refused(ctx: Any) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_what_would_come_back_wrong(tmp_path: Path) -> None:
     """Is refused by its key, with what to do instead."""
     said = in_group(refused, 2, tmp_path)

@@ -283,6 +283,7 @@ def test_all_kinds_of_tensors_and_values(tmp_path: Path, block: bool) -> None:
 # ── what torch's own tools make of it ────────────────────────────────────────────────────────────
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 def test_torchs_own_tools(tmp_path: Path, flatten: bool) -> None:
     """Plain dcp.load reads it, dcp_to_torch too; a directory of dcp.save is loaded."""

@@ -125,6 +125,7 @@ class CheckpointExceptionRaiser(Broken):
         return {"x": 1}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("block", [True, False], ids=["block", "memory"])
 def test_refused_saves(tmp_path: Path, block: bool) -> None:
     """Every error is the same on both ranks and says what to do; the next save works."""
@@ -189,6 +190,7 @@ def refused_loads(ctx: Any) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_refused_loads(tmp_path: Path) -> None:
     """Missing, unexpected and misfitting keys together, with the ranks where it is not all."""
     said = in_group(refused_loads, 2, tmp_path)
@@ -215,6 +217,7 @@ def no_group(ctx: Any) -> Any:
     return elsewhere, tried(lambda: load({"x": 1}))
 
 
+@pytest.mark.ranks
 def test_no_process_group(tmp_path: Path) -> None:
     """Two ranks would write the same files: an error that names the call."""
     said = in_group(no_group, 2, tmp_path, env={"GROUP": "no"})
@@ -261,6 +264,7 @@ def damage(place: Path, how: str) -> None:
         (place / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -293,6 +297,7 @@ def one_reader_fails(ctx: Any) -> Any:
     return first, second, [found.step for found in ctx.checkpoint.list()]
 
 
+@pytest.mark.ranks
 def test_one_rank_fails(tmp_path: Path) -> None:
     """Both ranks raise and name it, in a load and in a save."""
     said = in_group(one_reader_fails, 2, tmp_path)
@@ -316,6 +321,7 @@ def failing_background(ctx: Any) -> Any:
     return told, fourth.result().step, wait().step
 
 
+@pytest.mark.ranks
 def test_a_shard_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks get it in the next call, once; its handle raises it each time."""
     write = PosixStorage.write_shard

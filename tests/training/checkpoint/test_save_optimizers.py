@@ -66,6 +66,7 @@ def goes_on(ctx: Any, kind: str, block: bool) -> Any:
     return ends[0] == ends[1] == ends[2]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "block"), [("lbfgs", True), ("lbfgs", False), ("sparse", True)])
 def test_the_training_goes_on(tmp_path: Path, kind: str, block: bool) -> None:
     """As if it had never stopped."""

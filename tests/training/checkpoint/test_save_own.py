@@ -159,6 +159,7 @@ def rank_order(rank: int) -> list[str]:
     return words[::-1] if rank else words
 
 
+@pytest.mark.ranks
 def test_values_that_differ(tmp_path: Path) -> None:
     """Each is an error on all ranks that names key and ranks; equal ones are none."""
     said = in_group(contradictions, 3, tmp_path)
@@ -194,6 +195,7 @@ def sameness(ctx: Any) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_check_same(tmp_path: Path) -> None:
     """One bit of one parameter on one rank is found, and the rank is named."""
     said = in_group(sameness, 3, tmp_path)

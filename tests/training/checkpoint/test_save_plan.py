@@ -47,6 +47,7 @@ def exchanges(ctx: Any) -> int:
     return len(calls)
 
 
+@pytest.mark.ranks
 def test_how_often_a_load_waits_for_all_ranks(tmp_path: Path) -> None:
     """Each time for the slowest of them, and of thousands one is slow."""
     assert in_group(exchanges, 2, tmp_path) == [8, 8]
@@ -95,6 +96,7 @@ def cached(ctx: Any) -> Any:
     return told
 
 
+@pytest.mark.ranks
 def test_plans_are_kept_while_the_state_keeps_its_shape(tmp_path: Path) -> None:
     """Values may grow and shrink; new keys need a new plan, and the old one is still known."""
     said = in_group(cached, 2, tmp_path, agent=True)
@@ -165,6 +167,7 @@ def fresh_optimizer(ctx: Any, kind: str) -> Any:
     return results[0] == results[1] == results[2]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["adam", "sgd", "plain"])
 def test_a_save_before_the_first_step_makes_none(tmp_path: Path, kind: str) -> None:
     """torch would call ``step()`` to have something to save, and Adam would count it."""
@@ -205,6 +208,7 @@ def shared_parameters(ctx: Any) -> Any:
     return bits(other.state_dict()) == bits(model.state_dict())
 
 
+@pytest.mark.ranks
 def test_tied_frozen_and_unused_parameters(tmp_path: Path) -> None:
     """They come back as they were: tied, frozen, and without a state."""
     assert in_group(shared_parameters, 2, tmp_path) == [True, True]
@@ -230,6 +234,7 @@ def busy(ctx: Any) -> Any:
     return told, sorted(found.step for found in ctx.checkpoint.list())
 
 
+@pytest.mark.ranks
 def test_at_most_one_is_in_flight(tmp_path: Path) -> None:
     """If one rank is busy all skip, or all wait; a blocking save comes after."""
     said = in_group(busy, 2, tmp_path, agent=True)
@@ -257,6 +262,7 @@ def full_for_rank_1(write: Any, stage: Any, part: Any, images: Any) -> bytes:
     return bytes(write(stage, part, images))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("block", [True, False], ids=["block", "memory"])
 def test_a_full_disk_fails_the_save_and_not_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool

@@ -179,6 +179,7 @@ def numbered(ctx: Any) -> Any:
     return {step: name for step, name in made.items() if name is not True}
 
 
+@pytest.mark.ranks
 def test_every_so_many_steps(tmp_path: Path) -> None:
     said = in_group(numbered, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
@@ -198,6 +199,7 @@ def by_itself(ctx: Any) -> Any:
     return [handle.step for handle in handles], [found.step for found in ctx.checkpoint.list()]
 
 
+@pytest.mark.ranks
 def test_auto_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     said = in_group(by_itself, 2, tmp_path, agent=True)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
@@ -212,6 +214,7 @@ def alone(ctx: Any) -> Any:
     return handle.done(), handle.result().name, later.skipped, later.result()
 
 
+@pytest.mark.ranks
 def test_every_without_an_agent(tmp_path: Path) -> None:
     said = in_group(alone, 2, tmp_path)
     assert said == [(True, "step-00000002.r0", True, None)] * 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from elaunch.training.checkpoint.context import CheckpointContext
@@ -119,6 +120,7 @@ def waits(ctx: Any) -> list[tuple[str, float]]:
     return seen
 
 
+@pytest.mark.ranks
 def test_a_wait_for_the_own_save_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     """However short --hang-timeout is: by a section with a timeout, and not ten times that."""
     (seen,) = in_group(waits, 1, tmp_path, env={"GROUP": "no"}, agent=True)

@@ -41,6 +41,7 @@ def test_the_choice_of_another_format(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert latest is not None and (latest.place, latest.step) == (chosen, 40)
 
 
+@pytest.mark.slow
 def test_the_choice_is_opened_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each of 512 ranks opens one file, however many checkpoints are beside it."""
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_DIR", str(tmp_path))

@@ -148,6 +148,7 @@ def test_foreign_lines_stay_where_they_are(tmp_path: Path) -> None:
     assert (tmp_path / ROWS).read_text().count("\n") == 3
 
 
+@pytest.mark.slow
 def test_many_superseded_rows(tmp_path: Path) -> None:
     """More than are kept in memory at once."""
     append(MetricFiles(tmp_path, 0, None), 0, *[("training", step) for step in range(20_000)])
@@ -156,6 +157,7 @@ def test_many_superseded_rows(tmp_path: Path) -> None:
     assert [row[3] for row in stored(tmp_path, SUPERSEDED)] == list(range(10, 20_000))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """A limit of the file's size cuts a write in the middle, as a full disk does."""
     code = (

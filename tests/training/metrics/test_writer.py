@@ -57,6 +57,7 @@ def writer(directory: Path) -> Iterator[Writer]:
     made.close(30)
 
 
+@pytest.mark.slow
 def test_close_writes_all_and_joins_the_thread(writer: Writer, directory: Path) -> None:
     threads = threading.active_count()
     put(writer, *range(10_000))
@@ -271,6 +272,7 @@ def test_a_report_is_cheap(writer: Writer) -> None:
     assert best < 200e-6
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_script_loses_no_row(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.training.metrics.test_writer import *\n"

@@ -192,6 +192,7 @@ def test_where_a_mixture_could_come_of_it(tmp_path: Path) -> None:
     assert "step-00000002.r0: bad checksum: __0_0.distcp" in told and steps == [1]
 
 
+@pytest.mark.ranks
 def test_one_that_was_asked_for(tmp_path: Path) -> None:
     """It is an error, and stays where it is."""
     said = in_group(damaged, 2, tmp_path, "__1_0.distcp", True, True)
@@ -253,6 +254,7 @@ def from_memory(ctx: Any) -> Any:
     return told, found.step, len(ctx.checkpoint.list())
 
 
+@pytest.mark.ranks
 def test_memory_that_has_changed(tmp_path: Path) -> None:
     """The files are read instead, on all ranks, and stay where they are."""
     said = in_group(from_memory, 2, tmp_path, agent=True)
@@ -275,6 +277,7 @@ def asked_for(ctx: Any) -> Any:
     return sorted(asked), there
 
 
+@pytest.mark.ranks
 def test_another_number_of_ranks_asks_for_what_it_reads(tmp_path: Path) -> None:
     """A shard is fetched as a whole: that of the rank's own number may be one that nobody needs."""
     assert in_group(one_tensor, 3, tmp_path) == [None] * 3

@@ -30,6 +30,7 @@ SHAPES = {
 """The keys of each rank."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_rank_sends_one_digest_of_what_the_same_ranks_have(shape: str) -> None:
     """One of each stage and one of what all have, of 1,000 keys; nothing for keys of its own."""
