@@ -22,14 +22,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, ClassVar, Literal
+from typing import IO, ClassVar, Final, Literal
 
 from tests import netns, warm
+
+DEADLINE: Final = 150.0
+"""Seconds of a wait that ends with what it waits for: many, for a machine that is busy."""
 
 MARKER = "TEST_RUN_MARKER"
 """Name of the variable that every process of a test's runs carries."""
 
-LEFTOVER_SECONDS = 20.0
+LEFTOVER_SECONDS = 60.0
 """How long a process may take to disappear after the command that started it has ended."""
 
 _FOREIGN = re.compile(r"^(PET_|ELAUNCH_|TORCHELASTIC_|PYTEST_|TORCH_ELASTIC_)")
@@ -66,7 +69,7 @@ def without_waits(stderr: str) -> str:
     return "".join(line for line in lines if not re.match(r"elaunch \S+ still waiting for ", line))
 
 
-def wait_until(condition: Callable[[], object], deadline: float = 30.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], deadline: float = DEADLINE, what: str = "") -> None:
     """Wait until ``condition()`` is true; after ``deadline`` seconds the test fails."""
     until = time.monotonic() + deadline
     late = False
@@ -147,7 +150,7 @@ class Running:
         return bytes(self._outputs[stream].data)
 
     def wait_for_line(
-        self, pattern: str, deadline: float = 60.0, stream: Stream = "stdout"
+        self, pattern: str, deadline: float = DEADLINE, stream: Stream = "stdout"
     ) -> re.Match[str]:
         """Wait until a whole line matches ``pattern`` (``re.search``) and return the match.
 
@@ -170,7 +173,7 @@ class Running:
             raise AssertionError(f"no line matched {pattern!r} before {why}\n{self._transcript()}")
         return match
 
-    def wait(self, deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def wait(self, deadline: float = DEADLINE) -> subprocess.CompletedProcess[str]:
         """Wait for the end of the command and of its output; fail after ``deadline`` seconds."""
         try:
             code = self.process.wait(deadline)
@@ -224,7 +227,7 @@ class Launcher:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        deadline: float = 60.0,
+        deadline: float = DEADLINE,
     ) -> subprocess.CompletedProcess[str]:
         """Run ``elaunch ARGS`` to its end; ``env`` is added to the clean environment."""
         return self.start(args, env=env, cwd=cwd).wait(deadline)

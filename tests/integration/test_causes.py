@@ -130,7 +130,7 @@ def accused(card: dict[str, Any]) -> int | None:
 def test_real_faults_have_their_codes(elaunch: Launcher, tmp_path: Path) -> None:
     """One fault a round, by turns in rank 0 and 1; each card names it, and what it has cost."""
     names = list(EXPECTED)
-    done = elaunch.run(job(tmp_path, words(names)), deadline=120)
+    done = elaunch.run(job(tmp_path, words(names)))
     assert done.returncode == 0, done.stderr
     found = cards(elaunch)
     told = {name: (found[n]["code"] or "", accused(found[n])) for n, name in enumerate(names)}

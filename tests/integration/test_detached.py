@@ -80,9 +80,9 @@ def test_it_outlives_its_shell_and_is_found_by_name(
 def test_stop_ends_a_run_by_its_name(elaunch: Launcher, script: list[str | Path]) -> None:
     """It waits for the end; of a run that is over it says so."""
     words = ["run", "-d", "--rdzv-id", "back", "--start-method", "spawn", *script]
-    assert elaunch.run(words, deadline=60).stdout == "back\n"
+    assert elaunch.run(words).stdout == "back\n"
     is_up(elaunch, "back", 1)
-    stopped = elaunch.run(["stop", "back"], deadline=60)
+    stopped = elaunch.run(["stop", "back"])
     assert (stopped.returncode, stopped.stdout) == (0, "back: STOPPED\n")
     assert status(elaunch, "back")["exit_code"] == 143
     again = elaunch.run(["stop", "back"])
@@ -105,7 +105,7 @@ def test_the_logs_of_one_rank_are_its_bytes(
         "spawn",
         *script,
     ]
-    assert elaunch.run(words, deadline=90).returncode == 0
+    assert elaunch.run(words).returncode == 0
     one = elaunch.start(["logs", "here", "--rank", "1"])
     assert one.wait().returncode == 0
     assert one.output_bytes() == b"out \xff of 1\nlast of 1"

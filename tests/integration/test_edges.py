@@ -294,7 +294,7 @@ def test_a_preloaded_module_that_computes(elaunch: Launcher, tmp_path: Path) -> 
         "sys.exit(os.environ['ELAUNCH_ROUND'] == '0')\n"
     )
     flags = ["--preload", "torch,computes", "--max-restarts", "1", "--rdzv-id", "r"]
-    done = elaunch.run(["run", *flags, script], deadline=100)
+    done = elaunch.run(["run", *flags, script])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tensor(2000000.)\n1 False\n") == 2
     (line,) = (each for each in agent_lines(done.stderr) if "--preload" in each)

@@ -241,7 +241,7 @@ def test_a_process_that_forks_all_the_time_is_caught(elaunch: Launcher, place: P
 def test_64_workers_one_of_which_fails(elaunch: Launcher) -> None:
     """At once, while others are still being started; all are gone."""
     flags = ["--sibling-grace=300"]
-    done = elaunch.run(act(SPAWN, "37:exit=9", "wait", nproc=64, flags=flags), deadline=100)
+    done = elaunch.run(act(SPAWN, "37:exit=9", "wait", nproc=64, flags=flags))
     assert done.returncode == 9
     assert "stopping the other 63 workers" in done.stderr
 

@@ -37,7 +37,7 @@ def test_an_inner_job_takes_and_destroys_nothing_of_the_outer_one(
     flags += ["none", "--checkpoint-local", "--rdzv-id", "outer", "--hang-timeout", "100"]
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "ELAUNCH_MAX_RESTARTS": "2"}
     words = [tmp_path / "outer.py", tmp_path / "inner.py", tmp_path]
-    done = elaunch.run(["run", *flags, *words], env=env, deadline=100)
+    done = elaunch.run(["run", *flags, *words], env=env)
     assert done.returncode == 0, done.stderr
     outer = json.loads((tmp_path / "outer.json").read_text())
     assert (outer["code"], outer["temp there"], outer["pipe there"]) == (0, True, True)

@@ -43,9 +43,7 @@ def test_stores_of_scripts(
 ) -> None:
     """In both rounds: env://, a part of the group, a TCPStore, tcp://, and again where mended."""
     words = ["run", *options, "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = elaunch.run(
-        [*words, HERE / "stores.py", *again], env={"PARITY_OUT": str(tmp_path)}, deadline=110.0
-    )
+    done = elaunch.run([*words, HERE / "stores.py", *again], env={"PARITY_OUT": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
     assert sorted(found) == ["0-0", "0-1", "1-0", "1-1"]
@@ -91,6 +89,6 @@ def test_ranks_that_a_worker_spawns_find_each_other(
     """They have the worker's variables and nothing of what elaunch mends in it."""
     script = tmp_path / "s.py"
     script.write_text(SPAWNS)
-    done = elaunch.run(["run", script, how], deadline=110.0)
+    done = elaunch.run(["run", script, how])
     assert (done.returncode, done.stdout) == (0, f"{how} 3.0\n" * 2), done.stderr
     assert len(NOTE.findall(done.stderr)) == (how == "worker")

@@ -85,7 +85,7 @@ def test_elaunch_run_supervises_mpirun(elaunch: Launcher) -> None:
     programs.needed("mpirun", "orted", "ssh")
     inner = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *WRAP, "--", *PYTHON]
     flags = ["--nproc-per-node=1", "--max-restarts=1", "--no-python"]
-    done = elaunch.run(["run", *flags, *inner, "exit=1:5"], deadline=100)
+    done = elaunch.run(["run", *flags, *inner, "exit=1:5"])
     assert done.returncode == 5
     assert rows(done.stdout) == sorted(expected(2, "elaunch", [2]) * 2)
 

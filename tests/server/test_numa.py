@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,10 +26,15 @@ MANY = {f"0000:0{number}:01.0": 2 for number in range(5)}
 def machine(root: Path, shape: dict, devices: dict[str, int]) -> Path:
     """Write what sysfs shows of a machine; ``threads`` is the distance of a core's two CPUs."""
     half = shape["threads"]
+    made: set[str] = set()
 
     def write(path: str, text: str) -> None:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(f"{text}\n")
+        file = f"{root}/{path}"  # there are a thousand: paths as text, no look at what is there
+        if (folder := os.path.dirname(file)) not in made:
+            os.makedirs(folder, exist_ok=True)
+            made.add(folder)
+        with open(file, "w") as opened:
+            opened.write(f"{text}\n")
 
     write("devices/system/node/online", shape["online"])
     write("devices/system/node/possible", "0-7")

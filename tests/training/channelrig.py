@@ -21,7 +21,7 @@ from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0
+PATIENCE = 100.0
 """Seconds that ranks have for what must succeed: the machine may be busy."""
 
 

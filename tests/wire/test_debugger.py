@@ -47,11 +47,11 @@ def debug(worker: subprocess.Popen[str], directory: Path) -> socket.socket:
     """Return the connection of a debugger that prompts."""
     path = debug_socket(directory, worker.pid)
     with listen(path, 1) as listener:
-        listener.settimeout(30)
+        listener.settimeout(100)
         worker.send_signal(env.DEBUG_SIGNAL)
         connection, _ = listener.accept()
     path.unlink()
-    connection.settimeout(30)
+    connection.settimeout(100)
     shown_until(connection, b"(Pdb) ")
     return connection
 
@@ -144,6 +144,6 @@ def test_breakpoint_prompts_at_the_terminal(tmp_path: Path) -> None:
                 shown += os.read(ours, 4096)
             assert f"turn {turn}\r\n".encode() in shown
             os.write(ours, b"c\n")
-        assert process.communicate(timeout=30)[0] == "whole True\n"
+        assert process.communicate(timeout=100)[0] == "whole True\n"
     os.close(ours)
     assert process.returncode == 0

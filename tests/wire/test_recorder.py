@@ -128,7 +128,7 @@ def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
         assert isinstance(silent, TimeoutError)
     finally:
         os.kill(worker.pid, signal.SIGCONT)
-        _, said = worker.communicate("\n", timeout=30)
+        _, said = worker.communicate("\n", timeout=100)
     assert worker.returncode == 0
     assert str(directory) not in said  # torch does not announce it
     gone = ask({question: path}, time.monotonic() + 10)[question]

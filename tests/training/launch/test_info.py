@@ -124,7 +124,7 @@ def test_in_both_rounds_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> None
     script.write_text(SCRIPT)
     flags = ["--nproc-per-node=2", "--max-restarts=1", f"--checkpoint-dir={saves}"]
     flags += ["--checkpoint-glob=step_*.pt"]
-    done = elaunch.run(["run", *flags, script], deadline=100)
+    done = elaunch.run(["run", *flags, script])
     assert done.returncode == 0, done.stderr
     facts = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
     for round_number, chosen in ((0, "None"), (1, str(saves / "step_10.pt"))):
@@ -151,6 +151,6 @@ def test_hyperparameters_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> Non
         "subprocess.run(run, check=True)\n"
     )
     file.write_text(f"entrypoint: {script}\nhyperparameters: {{lr: 0.1, tags: [a, b]}}\n")
-    done = elaunch.run(["run", "-f", file], deadline=100)
+    done = elaunch.run(["run", "-f", file])
     assert done.returncode == 0, done
     assert done.stdout.splitlines() == ["{'lr': 0.1, 'tags': ['a', 'b']}", "inner {}"]
