@@ -57,7 +57,8 @@ lint: $(STAMP)
 
 check: lint
 	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
-	$(PYTEST) -n 3 -q --hypothesis-profile=check -m "not slow and not ranks and not trial"
+	# A module stays whole: the tests of style, above all, would parse everything in each process.
+	$(PYTEST) -n 3 --dist loadfile -q --hypothesis-profile=check -m "not slow and not ranks and not trial"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py
