@@ -18,7 +18,7 @@ from tests.checkpoint import hostile, makers
 
 ELAUNCH = (sys.executable, "-m", "elaunch")
 RUN = ["run", "--start-method=spawn", "--checkpoint-dir"]
-PATIENCE = 120.0  # a hang takes years, and a busy machine some seconds
+PATIENCE = 280.0  # a hang takes years, and a busy machine some seconds
 
 
 @pytest.fixture(scope="module")
