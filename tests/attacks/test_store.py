@@ -70,15 +70,15 @@ def test_a_length_of_time_that_is_none(seconds: float) -> None:
 def test_a_store_that_says_nonsense_of_itself(store: object) -> None:
     """It counts as no store of elaunch, for agents of the static backend and for status."""
     said = {"elaunch": 1, "run_id": "job", "boot": "", "store": store}
-    assert connection._read_hello(json.dumps(said).encode()) is None
-    assert connection._read_hello(json.dumps(said | {"store": ["h", 1]}).encode()) is not None
+    assert connection._read_identity(json.dumps(said).encode()) is None
+    assert connection._read_identity(json.dumps(said | {"store": ["h", 1]}).encode()) is not None
 
 
 @pytest.mark.parametrize("run_id", ["\\ud800", "a\\nb", "\\u001b[2J", "x" * 2000])
 def test_a_run_id_that_is_none(run_id: str) -> None:
     """It is not printed, nor compared."""
     said = f'{{"elaunch": 1, "run_id": "{run_id}", "boot": ""}}'
-    assert connection._read_hello(said.encode()) is None
+    assert connection._read_identity(said.encode()) is None
 
 
 @pytest.mark.parametrize("value", NONSENSE)

@@ -35,7 +35,8 @@ def test_a_part_that_nobody_has_is_missing() -> None:
 def test_another_content_is_not_the_part() -> None:
     """Nor is another size."""
     assert unite([NodeFiles((A,), (A, B)), NodeFiles((entry("b", "x"),), None)]).missing == ("b",)
-    assert unite([NodeFiles((A,), (A, B)), NodeFiles((entry("b", "a", 5),), None)]).missing == ("b")
+    larger = NodeFiles((entry("b", "a", 5),), None)
+    assert unite([NodeFiles((A,), (A, B)), larger]).missing == ("b",)
 
 
 def test_what_is_needed_without_a_checksum_is_any_that_is_large_enough() -> None:
