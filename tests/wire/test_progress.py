@@ -171,7 +171,8 @@ def worker() -> Iterator[tuple[subprocess.Popen[bytes], PageReader]]:
             ours.settimeout(60)
             _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
             reader = PageReader(fd)
-            wait_until(lambda: reader.read().doing != "", 60)
+            # A first reading may be torn, on a machine that stops the worker meanwhile.
+            wait_until(lambda: reader.read().doing != "" and reader._last is not None, 60)
             yield process, reader
             reader.close()
         finally:
