@@ -30,7 +30,8 @@ def test_commands_have_default_signals(tmp_path: Path, forks: bool) -> None:
     done = launcher.start_command([sys.executable, "-c", SHOW]).wait()
     launcher.close()
     (mask,) = re.findall("SigIgn:\\s+([0-9a-f]+)", done.stdout)
-    assert int(mask, 16) == ignored_by_default(), done
+    standard = (1 << 31) - 1  # posix_spawn has the two that the C library keeps to itself ignored
+    assert int(mask, 16) & standard == ignored_by_default(), done
 
 
 @pytest.mark.slow

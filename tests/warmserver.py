@@ -508,8 +508,8 @@ class WarmServer:
         start, files = received
         sock.close()
         os.setsid()
-        for number in start["setsigdef"]:
-            signal.signal(number, signal.SIG_DFL)
+        for number in {*start["setsigdef"]} - {signal.SIGPIPE, signal.SIGXFSZ}:
+            signal.signal(number, signal.SIG_DFL)  # those two an interpreter ignores at its start
         signal.pthread_sigmask(signal.SIG_SETMASK, start["setsigmask"])
         resource.setrlimit(resource.RLIMIT_NOFILE, start["files"])
         _take_over(start["argv"], start["env"])

@@ -47,7 +47,9 @@ def test_a_killed_worker_shows_up_without_a_reload(elaunch: Launcher) -> None:
     os.kill(pids[1], signal.SIGKILL)
     later = next(one for one in found if one["round"] == 1 and one["state"] == "RUNNING")
     (item,) = later["attention"]
-    assert item["title"] == "Round 0 failed: rank 1 was killed by SIGKILL"
+    assert item["title"] == (
+        "Round 0 failed: rank 1 was killed by SIGKILL: it was killed from outside elaunch"
+    )
     assert [round["round"] for round in later["history"]] == [0, 1]
     logs = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
     logs.request("GET", "/api/logs?run=job", headers={"Accept": "text/event-stream"})

@@ -51,7 +51,7 @@ def test_a_job_is_read_from_its_store(meetings: Meetings) -> None:
         assert (document["run_id"], document["state"], found.live) == ("train-1", "RUNNING", True)
         assert [node["state"] for node in document["nodes"]] == ["alive", "alive"]
         assert [node["last_rank"] for node in document["nodes"]] == [1, 3]
-        assert document["place"] == job.stores[0].place
+        assert document["place"] == job.stores[0].name
         job.stores[1].withdraw()
         wait_until(lambda: reading(meetings).document["nodes"][1]["state"] == "gone")
         job.post(phase="over", exit_code=0, reason="all workers ended with 0")

@@ -300,9 +300,8 @@ def failed(failure: Failure) -> str:
         where = f" at {place}" if place else ""
         error = failure.message.strip().partition("\n")[0]
         return f"rank {failure.exit.rank} failed{where}: {error}"
-    if known.text:
-        return f"{end}. {known.text.partition('. ')[0].rstrip('.')}"
-    return end
+    cause = re.split(r"[:.] |\.$", known.text, maxsplit=1)[0]
+    return f"{end}: {cause[0].lower()}{cause[1:]}" if cause else end
 
 
 def summary(report: FailureReport) -> str:

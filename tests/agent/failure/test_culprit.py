@@ -78,7 +78,7 @@ def test_a_rank_that_failed_for_a_cause_of_its_own() -> None:
     assert found == Culprit((1,), "rank 1 failed at t.py:3: ValueError: boom")
     found = of_failure(made(end(0, 1, LOST), end(1, -11)), (), 4)
     assert found == Culprit((1,), found.sentence if found else "")
-    assert found is not None and found.sentence.startswith("rank 1 was killed by SIGSEGV. Native")
+    assert found is not None and found.sentence.startswith("rank 1 was killed by SIGSEGV: native")
     assert of_failure(made(end(0, 1, LOST), end(1, 1)), (), 4) is None
 
 

@@ -195,7 +195,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:40312"
         (
             [failed(1, -9, oom_kill=True)],
             {},
-            "rank 1 was killed by SIGKILL. Out of memory: the kernel killed it",
+            "rank 1 was killed by SIGKILL: out of memory",
         ),
         (
             [failed(0, 1, *TRACEBACK[:2], LOST), failed(1, 1, *TRACEBACK)],

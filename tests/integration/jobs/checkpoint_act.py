@@ -74,7 +74,7 @@ def actions(ctx: elaunch.Context) -> dict[str, Callable[[str], None]]:
         metadata = {"steps_completed": step, "size": 100}
         storage.write_manifest(stage, ShardHeader(0, 1, ctx.info.run_id, metadata), ["part-0.bin"])
         try:
-            saver = ctx.checkpoint._opening.alone().saver
+            saver = ctx.checkpoint._session.alone().saver
             storage.commit(stage, lambda: saver.fence(round_))
         except elaunch.SaveError as error:
             act.say(f"refused {step}: {error}")
