@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, ClassVar, Final, Literal
 
+import psutil
+
 from tests import netns, warm
 
 DEADLINE: Final = 150.0
@@ -117,6 +119,21 @@ class _Output:
         return self.data.decode(errors="replace")
 
 
+def _tree(pid: int) -> str:
+    """Return a process and all below it, with what each of their threads waits in."""
+    lines = []
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, OSError):
+                tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+                waits = " ".join((task / "wchan").read_text() for task in tasks)
+                command = " ".join(process.cmdline())[:120]
+                parts = (process.pid, process.ppid(), process.status(), waits, command)
+                lines.append(" ".join(map(str, parts)))
+    return "\n".join(lines)
+
+
 class Running:
     """A started command: its process, its output so far, and waits with a deadline."""
 
@@ -178,7 +195,8 @@ class Running:
         try:
             code = self.process.wait(deadline)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {deadline} s\n{self._transcript()}") from None
+            still = f"{self._transcript()}\n--- processes\n{_tree(self.pid)}"
+            raise AssertionError(f"still runs after {deadline} s\n{still}") from None
         with self._changed:
             # A process that was left behind may hold the pipes open: the teardown names it.
             self._changed.wait_for(

@@ -464,13 +464,14 @@ def test_a_disk_with_room_again_marks_the_gap(rig: Callable[..., Rig], tmp_path:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True
     )
     programs.allowed(mount.stderr.decode() if mount.returncode else None)
     try:
         one = rig(log_root=disk, redirects=both(3))
         ballast = disk / "ballast"
-        ballast.write_bytes(b"b" * 128 * 1024)
+        # Its room holds all that may still be in the pipe when it goes.
+        ballast.write_bytes(b"b" * 384 * 1024)
         ends = one.pump.open_round(0, {0: 0})
         os.write(ends[0][0], b"x" * 300_000)
         one.err.wait_for(b"No space left on device; log files are incomplete\n")

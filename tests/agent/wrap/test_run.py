@@ -286,13 +286,19 @@ def test_nothing_is_left_when_the_command_ends(elaunch: Launcher) -> None:
     assert not elaunch.leftovers()
 
 
+def children(pid: int) -> list[int]:
+    """Return the children of a process."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 @pytest.mark.slow
 def test_a_server_that_is_lost(elaunch: Launcher) -> None:
     """An error that says so; nothing is left."""
     running = start(elaunch, python(TREE))
     running.wait_for_line(r":up$")
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    os.kill(int(children[0]), SIGKILL)
+    # A fork that waits to become a server, and did not, is a child, too, and has none.
+    (server,) = (child for child in children(running.pid) if children(child))
+    os.kill(server, SIGKILL)
     done = running.wait()
     assert done.returncode == 71 and "the server that started the command was lost" in done.stderr
     assert not elaunch.leftovers()
