@@ -76,7 +76,7 @@ _MEMORY: Final = (
     Cause(
         "E-DATALOADER-DIED",
         "A process of the DataLoader ended, and what it had to say is lost: native code crashed in "
-        "it, or it left by itself.",
+        "it, it was killed, most often for memory, or it left by itself.",
         "Run with num_workers=0 to see the error where it happens.",
         r"DataLoader worker \(pid.*(?:killed by signal|exited unexpectedly)",
     ),
