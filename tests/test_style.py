@@ -79,7 +79,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # "module:function" that may catch everything -> what becomes of the exception.
 BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.peers.peers:Peers._attend": "top of a thread: logged, others are served",
-    "elaunch.agent.resume.probe:DirectoryProbe._run": "top of a thread: it is the "
+    "elaunch.agent.resume.latest:DirectoryProbe._run": "top of a thread: it is the "
     "answer to the loop",
     "elaunch.agent.resume.latest:look": "whatever a search runs into is its answer, and is told",
     "elaunch.checkpoint.storage.atonce:_run": "top of a thread: raised again in the "

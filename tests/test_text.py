@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from elaunch.agent.failure.tracebacks import printable
-from elaunch.agent.logs.ownlines import OneLine
+from elaunch.agent.logs.console import OneLine
 from elaunch.text import (
     arguments,
     block,

@@ -1,4 +1,4 @@
-"""The agent's children: one thread waits for all, and a command of the shell is one of them.
+"""The agent's children: one thread waits for all; the server and shell commands are among them.
 
 A command runs in a session of its own. A pipe is its lifeline: a shell beside it waits for the
 pipe's end, and kills the command's process group then, also when the agent was killed. What the
@@ -15,9 +15,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import elaunch.server
 from elaunch import earlysignals
+from elaunch.config import Settings
 
 PIPE: Final = 1 << 16
 """Bytes that a pipe takes."""
@@ -187,3 +190,21 @@ class ShellCommand:
         self._exits.append(exitcode)
         self.cut()  # what it has left behind ends, and with that its output
         self._over.set()
+
+
+_LONGEST_ROOM = 100_000
+
+
+def server_command(interpreter: str, room: int, lifeline: int) -> list[str]:
+    """Return the command of a server with ``room`` bytes for the titles of its workers."""
+    entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
+    padding = "." * min(max(0, room - len(entry)), _LONGEST_ROOM)
+    return [interpreter, "-u", entry, str(lifeline), padding]
+
+
+def title_room(settings: Settings) -> int:
+    """Return the length of the longest command of a worker."""
+    words = [settings.interpreter, settings.entrypoint, *settings.args]
+    has_checkpoint = settings.checkpoint_dir is not None or settings.init_from is not None
+    longest_checkpoint = 4096 if has_checkpoint else 0
+    return sum(len(os.fsencode(word)) + 1 for word in words) + 64 + longest_checkpoint

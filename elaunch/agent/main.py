@@ -19,23 +19,21 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from elaunch.agent import frontends, signals
-from elaunch.agent.context import RunContext
+from elaunch.agent.context import RunContext, SaverSetup
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.progress import ProgressLines
 from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.logs.console import logging_to
 from elaunch.agent.logs.files import own_log_directory
-from elaunch.agent.logs.ownlines import logging_to
 from elaunch.agent.logs.plan import plan_of_run
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.resume.latest import look
-from elaunch.agent.resume.probe import DirectoryProbe
+from elaunch.agent.resume.latest import DirectoryProbe, look
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.decisionlog import DecisionLog
 from elaunch.agent.status.eventlog import EventLog
 from elaunch.agent.status.ledger import Ledger, VerdictLog, open_ledger, times_of_node

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch import env
-from elaunch.agent.children import spawn
-from elaunch.agent.workers import spawning
+from elaunch.agent.children import server_command, spawn, title_room
 from elaunch.config import Settings
 from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.server import devices
@@ -68,8 +67,8 @@ def _start_server(
     settings: Settings, environ: Mapping[str, str], handled: Iterable[signal.Signals]
 ) -> None:
     ours, theirs = socket.socketpair()
-    room, interpreter = spawning.title_room(settings), settings.interpreter
-    argv = spawning.server_command(interpreter, room, theirs.fileno())
+    room, interpreter = title_room(settings), settings.interpreter
+    argv = server_command(interpreter, room, theirs.fileno())
     theirs.set_inheritable(True)
     # The agent will handle them, and what is handled has its default action in a child.
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

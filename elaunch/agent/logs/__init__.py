@@ -2,7 +2,7 @@
 
 One thread, the pump, reads every stream of every worker, so that no worker waits for a slow
 terminal. A round owns its files: a new round may open its own while the old one's are still being
-closed. ``ownlines`` prints the agent's own log lines between them.
+closed. ``console`` prints the agent's own log lines between the workers'.
 """
 
-__all__ = ["files", "ownlines", "plan", "pump"]
+__all__ = ["console", "files", "plan", "pump"]

@@ -3,12 +3,12 @@
 A `Console` is the agent's own stdout or stderr (one object when both are the same terminal, pipe or
 file). A `LineWriter` is one worker's stream as one console shows it. Both keep these rules:
 
-* Only whole lines are shown; ``\\n``, ``\\r\\n`` and ``\\r`` (progress bars) end one. Bytes without
+* Only whole lines are shown; ``\n``, ``\r\n`` and ``\r`` (progress bars) end one. Bytes without
   an end are held, and shown after all when the worker has been silent: `PARTIAL_AGE` seconds for a
   prompt or dots, `BULK_SILENCE` for what is long enough to be a line of megabytes, at once from a
   writer that has the console to itself (*eager*).
-* From the first byte of a line to its ``\\n`` the console belongs to that writer. Another writer
-  meanwhile begins with a ``\\n`` of its own, so no line ever mixes two workers. On a terminal
+* From the first byte of a line to its ``\n`` the console belongs to that writer. Another writer
+  meanwhile begins with a ``\n`` of its own, so no line ever mixes two workers. On a terminal
   two progress bars take turns on one line, as they would without a launcher.
 * Nothing here blocks. What the console does not take now is queued; `Console.pending` shows the
   pump when to stop reading the streams that are shown there, so nothing is lost either.
@@ -16,12 +16,16 @@ file). A `LineWriter` is one worker's stream as one console shows it. Both keep 
   there: it goes before anything is written, and a line that is not whole yet has its place. It is
   drawn only while this process is in the foreground: the shell's prompt is left alone.
 * A console that is gone (``| head``, a closed terminal) swallows what is written to it.
+
+The agent's own log lines are printed between the workers' lines, one line each (`logging_to`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import select
@@ -29,7 +33,10 @@ import stat
 import struct
 import termios
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+
+from elaunch.text import one_line
 
 PARTIAL_AGE = 0.2
 BULK_SILENCE = 2.0
@@ -347,3 +354,42 @@ def _without_first_end(text: bytes) -> bytes:
         if text.startswith(end):
             return text[len(end) :]
     return text
+
+
+log = logging.getLogger("elaunch")
+
+
+class OneLine(logging.Formatter):
+    """Formats a log line, in which what others wrote is printed as elaunch.text says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and below it the traceback of an error of elaunch's own."""
+        plain = logging.makeLogRecord(vars(record))
+        plain.msg, plain.args = one_line(record.getMessage()), None
+        return super().format(plain)
+
+
+class PumpHandler(logging.Handler):
+    """Prints the agent's log lines through the log pump, so that they cut no worker's line."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+        self.setFormatter(OneLine("elaunch %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        self._show(self.format(record))
+
+
+@contextlib.contextmanager
+def logging_to(show: Callable[[str], None], level: str) -> Iterator[None]:
+    """Have the agent's log lines printed by ``show`` in the block."""
+    handler = PumpHandler(show)
+    log.addHandler(handler)
+    log.propagate = False
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)

@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from elaunch.agent.workers.network import listen_for_nodes
 from elaunch.agent.workers.server import SWEEP_OVERDUE
-from elaunch.agent.workers.storesocket import listen_for_nodes
 from elaunch.config import Settings, endpoints
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError

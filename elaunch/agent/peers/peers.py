@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
-from elaunch.agent.workers.storesocket import listen_for_nodes
+from elaunch.agent.workers.network import listen_for_nodes
 from elaunch.checkpoint.records import Stage
 from elaunch.errors import CheckpointError
 from elaunch.hosts import LOOPBACK, is_loopback

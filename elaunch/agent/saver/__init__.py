@@ -7,4 +7,4 @@ its record of which are. On several nodes ``commitrules`` sends manifests to the
 and shards and replicas are fetched from other agents (``elaunch.agent.peers``).
 """
 
-__all__ = ["saver", "saversetup"]
+__all__ = ["saver"]

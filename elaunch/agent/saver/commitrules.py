@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.delete import Keep, Retiring

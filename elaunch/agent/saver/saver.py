@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord

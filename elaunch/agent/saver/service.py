@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, Settled
 from elaunch.agent.saver.replicas import Replicas
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError

@@ -16,7 +16,7 @@ from pathlib import Path
 from signal import Signals
 
 from elaunch import env
-from elaunch.agent.children import Reaper
+from elaunch.agent.children import Reaper, title_room
 from elaunch.agent.context import RunContext
 from elaunch.agent.logs import files
 from elaunch.agent.logs.pump import LogPump
@@ -24,9 +24,8 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
-from elaunch.agent.workers import spawning
+from elaunch.agent.workers.network import StoreEndpoint, interface_variables
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
-from elaunch.agent.workers.storesocket import StoreEndpoint
 from elaunch.agent.workers.tempdir import RunTemp
 from elaunch.checkpoint.search.placeholder import fill_placeholders
 from elaunch.config import Settings
@@ -105,7 +104,7 @@ class WorkerGroup:
             later=_preloaded(settings, later=True),
             import_path=_import_path(settings),
             open_files=self._open_files,
-            title_room=spawning.title_room(settings),
+            title_room=title_room(settings),
             environ=self._server_environ,
             temp=None if self._temp is None else self._temp.path,
             timer_file=None if self._timers is None else str(self._timers),
@@ -266,10 +265,8 @@ class WorkerGroup:
         """Return what gloo and NCCL go by on several nodes."""
         if place.nodes == 1:
             return {}
-        from elaunch.agent.workers import interface
-
         others = [addr for node, addr in enumerate(place.addrs) if node != place.node_rank]
-        return interface.variables(place.addrs[place.node_rank], others, self._server_environ)
+        return interface_variables(place.addrs[place.node_rank], others, self._server_environ)
 
     def _channel_key(self, start: Round) -> str:
         """Return the key by which the round's workers know each other; "" if none can be shared.

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from elaunch import env, proc
-from elaunch.agent.children import Reaper
+from elaunch.agent.children import Reaper, server_command
 from elaunch.agent.policy import events
-from elaunch.agent.workers import spawning
 from elaunch.errors import ServerError
 from elaunch.server.sweep import LOOK_AGAIN, Sweep
 from elaunch.wire.local import LocalChannel, Message
@@ -103,7 +102,7 @@ class WorkerServer:
         """Execute the server; return the socket that leads to it."""
         ours, theirs = socket.socketpair()
         plan = self._plan
-        argv = spawning.server_command(plan.interpreter, plan.title_room, theirs.fileno())
+        argv = server_command(plan.interpreter, plan.title_room, theirs.fileno())
         theirs.set_inheritable(True)
         try:
             self._pid = self._reaper.spawn(argv, plan.environ, self._note_end)

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from elaunch.agent.resume import directory, latest
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.resume.probe import DirectoryProbe
+from elaunch.agent.resume.latest import DirectoryProbe
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Image, PassedOver, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import Storage, open_storage
@@ -244,7 +244,7 @@ def test_storage_that_hangs_does_not_hold_up_the_end(
     monkeypatch.setattr("elaunch.checkpoint.ownership.DirectoryLock.close", hang)
     monkeypatch.setattr("elaunch.checkpoint.probe.remove_mark", hang)
     monkeypatch.setattr("elaunch.agent.resume.directory.CLOSE_S", 0.05)
-    monkeypatch.setattr("elaunch.agent.resume.probe.CLOSE_S", 0.05)
+    monkeypatch.setattr("elaunch.agent.resume.latest.CLOSE_S", 0.05)
     finisher, probing = DirectoryFinisher(settings), DirectoryProbe(settings, lambda _: None)
     finisher.lock(storage)
     finisher.close()

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import service
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.records import Image, ShardHeader, Stage

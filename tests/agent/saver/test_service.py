@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import inflight, queue, service
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks

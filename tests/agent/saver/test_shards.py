@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.saver.shards import FETCHED_AT_ONCE, REPLICA, Shards
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError

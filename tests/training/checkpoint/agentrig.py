@@ -9,11 +9,11 @@ from pathlib import Path
 
 from msgspec import structs
 
+from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.saversetup import SaverSetup
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.storage.storage import open_storage
