@@ -86,7 +86,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "one that has asked",
     "elaunch.checkpoint.storage.objects:Objects._at": "whatever a storage's driver raises "
     "is an OSError",
-    "elaunch.checkpoint.writing.pace:Pace._rest": "top of a thread: raised in the one "
+    "elaunch.checkpoint.storage.atonce:Pace._rest": "top of a thread: raised in the one "
     "that waits for it",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",

@@ -12,7 +12,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.status.record import StatusRecord
 from elaunch.checkpoint.records import Location
-from elaunch.checkpoint.search.placeholder import has_placeholder
+from elaunch.checkpoint.search.locations import has_placeholder
 from elaunch.config import Settings
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.directory import RunDir

@@ -5,11 +5,10 @@ module           holds
 ===============  ==================================================================
 records          the data that the modules pass to each other: ``Stage``, ``Committed``, …
 layout           every file name of elaunch's own layout, and its JSON documents
-names            what a name shows: temporary or not, and the step
 ownership        whose directory it is: ``run.json``; one job at a time
 probe            whether a directory is fit for use, and all nodes share it
 storage          where a run's checkpoints are: ``open_storage``; the commit
-writing          manifests and documents of a checkpoint; the pace of a write
+writing          manifests and documents of a checkpoint
 search           ``find_latest``; ``--checkpoint-glob``; ``{checkpoint}`` in arguments
 formats          one module a format: is this checkpoint complete? ``verify`` returns, or
                  raises ``CheckpointError`` with the reason

@@ -35,24 +35,25 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.formats import dcp, directories, filetree, huggingface, lightning, own
-from elaunch.checkpoint.formats.torchfile import check_sums
-from elaunch.checkpoint.names import is_temporary
+from elaunch.checkpoint.formats import dcp, filetree, huggingface, lightning, own
+from elaunch.checkpoint.formats.archives import check_sums
 from elaunch.checkpoint.records import PassedOver, Stage
-from elaunch.checkpoint.search.candidates import (
+from elaunch.checkpoint.search import latest
+from elaunch.checkpoint.search.latest import (
     TORCH_SAVE,
     Candidate,
     classify,
     distinct,
     entries_below,
+    verify_candidate,
 )
-from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.checksums import checksum_of, differs
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.files import (
     JSON_LIMIT,
     explain,
     inside,
+    is_temporary,
     parse_json,
     read_json,
     read_limited,
@@ -297,7 +298,7 @@ def _local(candidate: Candidate, root: Path, run_id: str | None) -> LocalCheckpo
         raise CheckpointError("it is a link that leads out of the checkpoint directory")
     relative, step = str(path.relative_to(root)), candidate.step
     if candidate.format is None:
-        format_ = directories.known_format(candidate)
+        format_ = latest.known_format(candidate)
         if format_ is None:
             return None
         return LocalCheckpoint(relative, step, format=format_ if format_ == filetree.FORMAT else "")

@@ -24,7 +24,7 @@ from typing import Final
 
 from elaunch import text
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.search.places import broken_link
+from elaunch.checkpoint.search.locations import broken_link
 from elaunch.checkpoint.storage.durable import stir
 from elaunch.checkpoint.storage.files import read_json, whole_number
 from elaunch.errors import CheckpointError, UsageError

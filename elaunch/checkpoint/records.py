@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.writing.pace import Pace
+from elaunch.checkpoint.storage.atonce import Pace
 from elaunch.errors import CheckpointError
 
 Location = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"

@@ -164,7 +164,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     Without --force, the newest, pinned ones, and those that a living run has resumed from or reads
     are refused.
     """
-    from elaunch.checkpoint.retention import readers, shelves
+    from elaunch.checkpoint.retention import delete, shelves
     from elaunch.monitor.checkpointtarget import choose
 
     entries = choose(there, names)
@@ -172,7 +172,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
         _check_removal(there, entry, force)
     for entry in entries:
         assert entry.found is not None  # the check has refused others
-        with readers.claimed(entry.found.place) as free:
+        with delete.claimed(entry.found.place) as free:
             if not free and not force:
                 raise UsageError(f"{entry.name} is being read; wait, or give --force")
             there.storage.remove(entry.found)
@@ -256,7 +256,7 @@ def export(
     --force replaces an existing FILE; of a link, the file that it leads to. This needs torch, and
     memory for the whole checkpoint.
     """
-    from elaunch.checkpoint.retention import readers
+    from elaunch.checkpoint.retention import delete
     from elaunch.monitor.checkpointtarget import pick
     from elaunch.monitor.checkpointview import problem_of
     from elaunch.training.checkpoint.dcp.convert import to_torch_file
@@ -266,7 +266,7 @@ def export(
     if problem := problem_of(there.storage, entry):
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
-        with readers.reading(entry.found.place), there.storage.fetch(entry.found) as path:
+        with delete.reading(entry.found.place), there.storage.fetch(entry.found) as path:
             to_torch_file(path, target, entry.found.metadata, trusted=trust)
     elif entry.candidate is not None:
         to_torch_file(entry.candidate.path, target, trusted=trust)
@@ -311,7 +311,7 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
 
     A run that is started with --rdzv-id resumes only from its own checkpoints: give that id.
     """
-    from elaunch.checkpoint.search.places import parse_place
+    from elaunch.checkpoint.search.locations import parse_place
     from elaunch.training.checkpoint.dcp.convert import import_file
 
     try:

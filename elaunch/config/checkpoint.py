@@ -8,7 +8,7 @@ a path                      an absolute ``Path``; the first writer makes it
 any other ``scheme://``     text, for fsspec; no patterns, no ``--checkpoint-local``
 ==========================  ========================================================================
 
-How a text is read: elaunch.checkpoint.search.places.
+How a text is read: elaunch.checkpoint.search.locations.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
-from elaunch.checkpoint.search.placeholder import has_placeholder
-from elaunch.checkpoint.search.places import broken_link, parse_place
+from elaunch.checkpoint.search.locations import broken_link, has_placeholder, parse_place
 from elaunch.config import files
 from elaunch.config.flags.flag import Answers
 from elaunch.errors import CheckpointError, UsageError
@@ -160,7 +159,7 @@ def _needless(answers: Answers, args: tuple[str, ...]) -> None:
 
 
 def _pattern(answers: Answers, glob: str) -> None:
-    from elaunch.checkpoint.search.globs import check_glob
+    from elaunch.checkpoint.search.locations import check_glob
 
     try:
         check_glob(glob)

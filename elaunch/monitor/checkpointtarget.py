@@ -29,7 +29,7 @@ from pathlib import Path
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp
 from elaunch.checkpoint.records import Location
-from elaunch.checkpoint.search.places import default_place, parse_place, without_slash
+from elaunch.checkpoint.search.locations import default_place, parse_place, without_slash
 from elaunch.config import files
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError

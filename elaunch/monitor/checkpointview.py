@@ -27,7 +27,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Committed, Location, PassedOver
 from elaunch.checkpoint.retention import shelves
-from elaunch.checkpoint.search import candidates
+from elaunch.checkpoint.search import latest
 from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.storage import Storage, open_storage
@@ -65,7 +65,7 @@ class ListedCheckpoint:
     pinned: bool = False
     reason: str = ""
     found: Committed | None = None
-    candidate: candidates.Candidate | None = None
+    candidate: latest.Candidate | None = None
 
     @property
     def age(self) -> tuple[int, int, str]:
@@ -144,15 +144,15 @@ def _others(
     place: Path, glob: str | None, committed: Collection[str]
 ) -> Iterator[ListedCheckpoint]:
     """Yield what is not ``committed`` in elaunch's own layout: other formats, and damage."""
-    entries, passed_over = candidates.entries_below(place, glob)
+    entries, passed_over = latest.entries_below(place, glob)
     for passed in passed_over:
         if passed.path == place and os.path.lexists(place):
             raise CheckpointError(f"{place}: {passed.reason}")
     known = {os.path.join(place, name) for name in committed}
-    for entry in candidates.distinct(entries, place):
+    for entry in latest.distinct(entries, place):
         if str(entry.path) in known:
             continue
-        found = candidates.classify(entry, globbed=glob is not None)
+        found = latest.classify(entry, globbed=glob is not None)
         if isinstance(found, PassedOver):
             yield ListedCheckpoint(
                 _below(place, Path(found.path)), "damaged", "unknown", reason=found.reason
@@ -163,7 +163,7 @@ def _others(
                 yield judged
 
 
-def _judge(place: Path, found: candidates.Candidate) -> ListedCheckpoint | None:
+def _judge(place: Path, found: latest.Candidate) -> ListedCheckpoint | None:
     name = _below(place, found.path)
     entry = ListedCheckpoint(name, "complete", step=found.step, round=found.round, candidate=found)
     entry = replace(entry, size=size_of(found.path), written=_changed(found.path))

@@ -28,7 +28,7 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
-from elaunch.checkpoint.search.places import is_within
+from elaunch.checkpoint.search.locations import is_within
 from elaunch.config import Settings
 from elaunch.config.facts import facts
 from elaunch.config.rendezvous import RendezvousSettings

@@ -23,7 +23,7 @@ from typing import Final
 from elaunch import text
 from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.writing.pace import Pace
+from elaunch.checkpoint.storage.atonce import Pace
 from elaunch.errors import SaveError
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.saver import StagedShard

@@ -37,9 +37,8 @@ from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
 from elaunch.checkpoint.records import Committed, Image, Stage
-from elaunch.checkpoint.storage.atonce import stand_back
+from elaunch.checkpoint.storage.atonce import Pace, stand_back
 from elaunch.checkpoint.storage.storage import Storage
-from elaunch.checkpoint.writing.pace import Pace
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.wire.saver import StagedShard
 

@@ -27,7 +27,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.network import StoreEndpoint, interface_variables
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.agent.workers.tempdir import RunTemp
-from elaunch.checkpoint.search.placeholder import fill_placeholders
+from elaunch.checkpoint.search.locations import fill_placeholders
 from elaunch.config import Settings
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir

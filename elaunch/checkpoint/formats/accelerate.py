@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elaunch.checkpoint.formats import filetree
-from elaunch.checkpoint.formats.torchfile import number_inside
+from elaunch.checkpoint.formats.archives import number_inside
 from elaunch.errors import CheckpointError
 
 FORMAT = "accelerate"

@@ -21,10 +21,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from elaunch.checkpoint.formats import filetree
-from elaunch.checkpoint.formats.torchfile import number_inside
-from elaunch.checkpoint.names import step_in_name
+from elaunch.checkpoint.formats.archives import number_inside
 from elaunch.checkpoint.storage.durable import write_document
-from elaunch.checkpoint.storage.files import read_limited
+from elaunch.checkpoint.storage.files import read_limited, step_in_name
 from elaunch.errors import CheckpointError
 
 FORMAT = "deepspeed"

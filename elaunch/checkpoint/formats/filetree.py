@@ -24,10 +24,14 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint.formats import dcp
-from elaunch.checkpoint.formats.safetensors import check_safetensors
-from elaunch.checkpoint.formats.torchfile import check_zip
-from elaunch.checkpoint.names import is_temporary
-from elaunch.checkpoint.storage.files import JSON_LIMIT, explain, open_regular, read_limited
+from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
+from elaunch.checkpoint.storage.files import (
+    JSON_LIMIT,
+    explain,
+    is_temporary,
+    open_regular,
+    read_limited,
+)
 from elaunch.errors import CheckpointError
 
 FORMAT = "directory"

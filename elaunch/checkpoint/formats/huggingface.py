@@ -24,8 +24,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from elaunch.checkpoint.formats import dcp, deepspeed
-from elaunch.checkpoint.formats.safetensors import check_safetensors
-from elaunch.checkpoint.formats.torchfile import check_zip
+from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
 from elaunch.checkpoint.storage.files import inside, read_json, whole_number
 from elaunch.errors import CheckpointError
 

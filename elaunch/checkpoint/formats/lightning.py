@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from elaunch.checkpoint.formats import dcp
-from elaunch.checkpoint.formats.torchfile import check_zip, number_inside
+from elaunch.checkpoint.formats.archives import check_zip, number_inside
 
 FORMAT = "lightning"
 SUFFIX = ".ckpt"

@@ -2,26 +2,36 @@
 
 The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of the
 rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``shelves``), what is
-being read at this moment (``readers``), and what the caller protects: the one that this round has
+being read at this moment, and what the caller protects: the one that this round has
 resumed from, until the next is committed, and the one just committed. Stages and the quarantine are
 neither counted nor touched.
 
 One process of a job removes (``Retiring``): the agent of the first node, or rank 0 where there is
 no agent. A removal that fails is logged and never fails a save.
+
+A reader holds a shared ``flock`` on the checkpoint's ``COMMIT`` (``reading``); it goes with the
+process, however that ends. A process that deletes asks for the exclusive one and does not wait. On
+a URL, and on file systems that have no locks, no reader is seen. NFS locks by byte ranges, where an
+exclusive lock needs a file that is open for writing: a process that may not write there deletes
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elaunch.checkpoint.records import Committed
-from elaunch.checkpoint.retention import readers, shelves
+from elaunch.checkpoint import layout
+from elaunch.checkpoint.records import Committed, Location
+from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.retention.rule import Keep
 from elaunch.checkpoint.storage.storage import ReadBefore, Storage
 from elaunch.errors import CheckpointError
@@ -86,7 +96,7 @@ class Retiring:
         for found, reason in self._going(rule, protected):
             if _has_room(self._storage.place, needed):
                 break
-            with readers.claimed(found.place) as free:
+            with claimed(found.place) as free:
                 if free and _remove(self._storage, found):
                     log.info("removed %s: %s", found.name, reason)
                     removed.append(found.name)
@@ -173,3 +183,60 @@ def _has_room(place: Path | str, needed: float) -> bool:
         return free_bytes(place) >= needed
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def reading(place: Location) -> Iterator[None]:
+    """Keep the checkpoint at ``place`` from being deleted while the block lasts.
+
+    Raises OSError if it is gone.
+    """
+    if isinstance(place, str):
+        yield
+        return
+    descriptor = os.open(place / layout.COMMIT, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        locked = _lock(descriptor, fcntl.LOCK_SH)
+        # A deleter has renamed it by then; it may have gone before it was locked.
+        if not locked or not os.path.lexists(place / layout.COMMIT):
+            raise FileNotFoundError(errno.ENOENT, "it is being deleted", str(place))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(place: Location) -> Iterator[bool]:
+    """Tell whether no process reads the checkpoint at ``place``; then none begins in the block."""
+    if isinstance(place, str):
+        yield True
+        return
+    try:
+        descriptor = _open_to_claim(place / layout.COMMIT)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _open_to_claim(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Take a lock without waiting; False if others have it. No locks at all count as taken."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno != errno.EBADF  # there are locks, for processes that may write
+    return True

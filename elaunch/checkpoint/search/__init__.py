@@ -1,8 +1,8 @@
 """Where checkpoints are, and which of them is the newest that is complete.
 
-``places`` reads a text that names a place, ``candidates`` and ``globs`` find which names in it can
-be checkpoints, ``latest`` looks from the newest down until one is whole. ``elsewhere`` is for a
-checkpoint that a user names.
+``locations`` reads the texts of a user: where checkpoints are, which names of them count, where a
+script's arguments ask for one. ``latest`` looks from the newest down until one is whole,
+``elsewhere`` is for a checkpoint that a user names.
 """
 
-__all__ = ["candidates", "elsewhere", "globs", "latest", "placeholder", "places"]
+__all__ = ["elsewhere", "latest", "locations"]

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.formats import dcp, deepspeed, directories, huggingface, lightning, own
-from elaunch.checkpoint.formats.safetensors import check_safetensors
-from elaunch.checkpoint.formats.torchfile import check_zip
+from elaunch.checkpoint.formats import dcp, deepspeed, huggingface, lightning, own
+from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
 from elaunch.checkpoint.records import Checkpoint, Committed, Location, SearchOutcome
+from elaunch.checkpoint.search import latest
 from elaunch.checkpoint.search.latest import find_latest
-from elaunch.checkpoint.search.places import without_slash
+from elaunch.checkpoint.search.locations import without_slash
 from elaunch.checkpoint.storage.files import explain, open_regular, read_json, whole_number
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError
@@ -99,7 +99,7 @@ def _one(path: Path, content: bool) -> Checkpoint | None:
     if lightning.META in names and dcp.looks_like(names):
         lightning.verify_directory(path)
         return Checkpoint(path, 0, lightning.FORMAT)
-    format_, step = directories.format_of(path, picked=False), 0
+    format_, step = latest.format_of(path, picked=False), 0
     if format_ is None or format_ == deepspeed.FORMAT:  # of its tags one may be newer and whole
         return None
     if format_ == huggingface.FORMAT:
@@ -107,7 +107,7 @@ def _one(path: Path, content: bool) -> Checkpoint | None:
             return None
         state = read_json(path / huggingface.STATE)
         step = whole_number(state, "global_step", huggingface.STATE)
-    directories.verify(path, step, format_)
+    latest.verify_format(path, step, format_)
     return Checkpoint(path, step, format_)
 
 

@@ -39,11 +39,10 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.atonce import at_once
+from elaunch.checkpoint.storage.atonce import STEP, Pace, at_once
 from elaunch.checkpoint.storage.checksums import BLOCK, Checksum, begin
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.writing.manifests import FileEntry
-from elaunch.checkpoint.writing.pace import STEP, Pace
 from elaunch.errors import SaveError
 
 _KINDS = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint.records import Image
-from elaunch.checkpoint.search.places import BUCKETS, without_slash
+from elaunch.checkpoint.search.locations import BUCKETS, without_slash
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
 from elaunch.checkpoint.writing.manifests import FileEntry

@@ -1,7 +1,7 @@
-"""The documents of a checkpoint, and the pace of a write.
+"""The documents of a checkpoint.
 
 Each rank lists its files in its manifest (``manifests``); ``assemble`` makes the checkpoint's
-documents of all manifests. ``pace`` is the speed at which a shard is written beside a training.
+documents of all manifests.
 """
 
-__all__ = ["assemble", "manifests", "pace"]
+__all__ = ["assemble", "manifests"]

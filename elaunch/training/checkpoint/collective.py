@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from elaunch import __version__, text
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import delete, readers, shelves
+from elaunch.checkpoint.retention import delete, shelves
 from elaunch.checkpoint.storage.storage import Committed, ShardHeader, Stage, Storage
 from elaunch.checkpoint.writing import manifests
 from elaunch.checkpoint.writing.assemble import in_the_way
@@ -235,7 +235,7 @@ def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> N
             f"{found.name} stays: this round resumed from it, and would again; store a newer one "
             "first"
         )
-    with readers.claimed(found.place) as free:
+    with delete.claimed(found.place) as free:
         if not free:
             raise CheckpointError(f"{found.name} stays: a process is reading it just now")
         storage.remove(found)

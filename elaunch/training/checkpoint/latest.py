@@ -155,7 +155,7 @@ def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool)
 
 def _is_there(run_id: str, environ: Mapping[str, str]) -> bool:
     """Whether there may be checkpoints; what else is wrong with the place is for others to say."""
-    from elaunch.checkpoint.search.places import default_place
+    from elaunch.checkpoint.search.locations import default_place
 
     given = environ.get(env.CHECKPOINT_DIR, "")
     place = Path(given) if given else default_place(run_id, environ)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import readers
+from elaunch.checkpoint.retention import delete
 from elaunch.checkpoint.search import elsewhere
-from elaunch.checkpoint.search.places import parse_place, without_slash
+from elaunch.checkpoint.search.locations import parse_place, without_slash
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import (
     CheckpointError,
@@ -397,7 +397,7 @@ def _kept(found: Committed) -> Iterator[None]:
     """Keep a checkpoint from being removed; CheckpointError if it was already."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(readers.reading(found.place))
+            stack.enter_context(delete.reading(found.place))
         except FileNotFoundError:
             raise CheckpointError(f"{found.name} is gone: it was removed meanwhile") from None
         yield

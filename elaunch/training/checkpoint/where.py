@@ -36,9 +36,9 @@ from typing import Final
 
 from elaunch import env
 from elaunch.checkpoint import layout, probe
-from elaunch.checkpoint.retention import readers
+from elaunch.checkpoint.retention import delete
 from elaunch.checkpoint.retention.delete import Keep
-from elaunch.checkpoint.search.places import default_place, parse_place
+from elaunch.checkpoint.search.locations import default_place, parse_place
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
@@ -193,7 +193,7 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
     Of what was whole before only documents and sizes are looked at.
     """
     try:
-        with readers.reading(found.place):
+        with delete.reading(found.place):
             storage.verify(found, content=found.uuid not in known.whole)
     except CheckpointError as error:
         if known.read_only is None:

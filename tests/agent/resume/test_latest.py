@@ -24,7 +24,7 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.config import Settings, resolve
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.rendezvous.decide.view import Search, SearchResult
-from tests.checkpoint.formats.test_directories import save_checkpoint
+from tests.checkpoint.search.test_latest import save_checkpoint
 from tests.launching import wait_until
 
 

@@ -18,9 +18,8 @@ from elaunch.agent.saver import queue as savequeue
 from elaunch.agent.saver.queue import SaveQueue
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Image, ShardHeader, Stage
-from elaunch.checkpoint.storage import commit, durable
+from elaunch.checkpoint.storage import atonce, commit, durable
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.writing import pace
 from elaunch.checkpoint.writing.manifests import decode
 from elaunch.errors import SaveError
 from elaunch.wire.saver import StagedShard
@@ -378,7 +377,7 @@ def test_a_write_that_gets_on_is_no_storage_that_hangs(
 ) -> None:
     """However long it takes in all."""
     monkeypatch.setattr(inflight, "WRITE_DEADLINE_S", 2.0)
-    monkeypatch.setattr(pace, "STEP", 1)
+    monkeypatch.setattr(atonce, "STEP", 1)
     monkeypatch.setattr(durable, "STEP", 1)
     rig, write = Rig(tmp_path, ranks=(0,), world=1), os.writev
     steps = itertools.count()

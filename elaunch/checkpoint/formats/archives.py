@@ -1,8 +1,12 @@
-"""Archives of ``torch.save``: is the file whole, without reading the gigabytes in it?
+"""Files of tensors, by ``torch.save`` or safetensors: is one whole, without its gigabytes read?
 
-The central directory is at the end of a zip, so a truncated file has none. Every member's local
-header must be where the directory says and its data must end before the directory. The tensors'
-bytes are not read (their CRC stays unchecked); ``data.pkl``, small, is checked with its CRC.
+``torch.save`` writes a zip. Its central directory is at the end, so a truncated file has none.
+Every member's local header must be where the directory says and its data must end before the
+directory. The tensors' bytes are not read (their CRC stays unchecked); ``data.pkl``, small, is
+checked with its CRC.
+
+A ``.safetensors`` file is 8 bytes with the header's length (little-endian), the header in JSON,
+then the tensors' bytes. The header gives each tensor's range; the largest end is the file's end.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from elaunch.checkpoint.formats.pickles import PICKLE_LIMIT, load_inert, mapping
-from elaunch.checkpoint.storage.files import open_regular
+from elaunch.checkpoint.storage.files import open_regular, parse_json, regular_size
 from elaunch.errors import CheckpointError
 
 PICKLE = "data.pkl"
@@ -153,3 +157,35 @@ def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) 
         raise CheckpointError(f"{name}: {member.filename} is larger than {PICKLE_LIMIT} bytes")
     for _ in _pieces(archive, member, name):
         pass  # the CRC is compared at the end
+
+
+HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise CheckpointError unless the file has exactly the bytes that its header announces."""
+    name = path.name
+    size = regular_size(path)
+    with open_regular(path) as file:
+        length_field = file.read(8)
+        length = int.from_bytes(length_field, "little")
+        if len(length_field) < 8 or length > min(HEADER_LIMIT, size - 8):
+            raise CheckpointError(f"{name} is truncated or damaged: {size} bytes, no whole header")
+        header = parse_json(file.read(length), f"{name}: header")
+    wanted = 8 + length + _data_size(header, name)
+    if size < wanted:
+        raise CheckpointError(f"truncated: {name} has {size} bytes, its header wants {wanted}")
+    if size > wanted:
+        raise CheckpointError(f"damaged: {name} has {size} bytes, its header wants {wanted}")
+
+
+def _data_size(header: dict[str, Any], name: str) -> int:
+    end = 0
+    for tensor, entry in header.items():
+        if tensor == "__metadata__":
+            continue
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != 2 or type(offsets[1]) is not int:
+            raise CheckpointError(f"{name}: header: {tensor} has no data_offsets")
+        end = max(end, offsets[1])
+    return end

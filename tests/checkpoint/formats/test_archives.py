@@ -1,4 +1,4 @@
-"""Archives of torch.save: every truncation and every hole outside the tensors is noticed."""
+"""safetensors files have exactly the bytes that their header announces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.checkpoint.formats.torchfile import check_zip, number_inside
+from elaunch.checkpoint.formats.archives import check_safetensors, check_zip, number_inside
 from elaunch.errors import CheckpointError
 from tests.checkpoint import makers
 
@@ -131,3 +131,60 @@ def test_no_damage_raises_anything_else(
         number_inside(file, "global_step")
     except CheckpointError as error:
         assert "fuzzed.pt" in str(error)
+
+
+def test_whole_safetensors_pass(tmp_path: Path) -> None:
+    check_safetensors(makers.safetensors(tmp_path / "model.safetensors"))
+    check_safetensors(makers.safetensors(tmp_path / "none.safetensors", {}))
+    check_safetensors(makers.safetensors(tmp_path / "zero.safetensors", {"a": b""}))
+
+
+def test_every_truncation_of_safetensors_is_noticed(tmp_path: Path) -> None:
+    file = makers.safetensors(tmp_path / "model.safetensors")
+    for size in reversed(range(file.stat().st_size)):
+        makers.truncate(file, size)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            check_safetensors(file)
+
+
+def test_the_reason_has_both_sizes(tmp_path: Path) -> None:
+    file = makers.safetensors(tmp_path / "model.safetensors")
+    size = file.stat().st_size
+    makers.truncate(file, size - 1)
+    with pytest.raises(CheckpointError) as raised:
+        check_safetensors(file)
+    reason = f"truncated: model.safetensors has {size - 1} bytes, its header wants {size}"
+    assert str(raised.value) == reason
+    makers.truncate(file, size + 1)
+    with pytest.raises(CheckpointError, match="damaged"):
+        check_safetensors(file)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b"\xff\xfe",
+        b'{"a": 1}',
+        b'{"a": {}}',
+        b'{"a": {"data_offsets": [1]}}',
+        b'{"a": {"data_offsets": [0, "1"]}}',
+        b'{"a": {"data_offsets": [0, true]}}',
+    ],
+)
+def test_bad_headers(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        check_safetensors(file)
+
+
+@given(st.binary(max_size=40))
+def test_noise_is_never_whole(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "noise.safetensors"
+    file.write_bytes(b"\x10" + noise)
+    with pytest.raises(CheckpointError):
+        check_safetensors(file)
