@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elaunch.store.etcd.keys import EtcdCluster
+from elaunch.store.etcd.cluster import EtcdCluster
 from tests import programs
 from tests.launching import free_port
 
@@ -244,7 +244,7 @@ class Cluster:
     def add_user(self, user: str, password: str, prefix: str) -> None:
         """Create the user, who may use keys below ``prefix``, and switch on authentication."""
         from elaunch.store.etcd import imports
-        from elaunch.store.etcd.keys import end_of
+        from elaunch.store.etcd.cluster import end_of
 
         rpc = imports.load().rpc
         self.call("Auth", "UserAdd", rpc.AuthUserAddRequest(name="root", password="root"))

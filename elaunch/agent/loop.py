@@ -39,7 +39,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.server import KILL_DEADLINE
 from elaunch.config import Settings
-from elaunch.rendezvous.standalone import Standalone
+from elaunch.rendezvous.coordinator import Standalone
 from elaunch.server import devices
 
 SETTLE_LEAST = 5.0

@@ -42,9 +42,9 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
+from elaunch.rendezvous.coordinator import Standalone, rules_of_one
 from elaunch.rendezvous.decide.view import Search
 from elaunch.rendezvous.plan import NodeStatus
-from elaunch.rendezvous.standalone import Standalone, rules_of_one
 from elaunch.runs import directory
 from elaunch.server import devices, processes
 

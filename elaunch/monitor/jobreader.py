@@ -33,7 +33,7 @@ from elaunch.rendezvous import munge, records
 from elaunch.rendezvous.munge import MungeError
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
-from elaunch.store.etcd.keys import EtcdCluster
+from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.store.protocol import Lease, Post, Store
 from elaunch.text import host_port, listed
 

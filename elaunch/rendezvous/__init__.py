@@ -10,11 +10,10 @@ times             where the time of all nodes' slots went (pure)
 text              how nodes, failures and differences are named (pure)
 munge             a key that the agents of one user share by MUNGE, and how an agent settles it
 coordinatorstate  what the coordinator knows and does next, without waiting
-coordinator       its threads: members in, plans out
+coordinator       its threads: members in, plans out; of one node: its place in the agent's loop
 member            one agent as a member: what it asks of the store next, without waiting
 waiting           how long an agent waits for others, and its writes for the store (pure)
 meeting           its threads, and what an agent uses: join, publish a status, read plans, leave
-standalone        the same for a job of one node: its coordinator, in the agent's own loop
 events            what the threads post to the agent, and the calls that a member asks for
 ================  ================================================================================
 """

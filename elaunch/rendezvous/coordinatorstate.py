@@ -3,7 +3,7 @@
 Changes of the members go in, steps come out: a plan to publish, a read of the published one, a
 search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
 drive it. For real it is driven by elaunch.rendezvous.coordinator, and in a job of one node by
-elaunch.rendezvous.standalone.
+elaunch.rendezvous.coordinator.
 
 Where an answer is lost, it is not known whether a plan was published. Then the published plan is
 read again and believed, and what follows from it is decided anew.

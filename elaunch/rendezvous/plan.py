@@ -196,7 +196,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
             written.
         courier: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
-            (elaunch.rendezvous.decide.sharing), or "".
+            (elaunch.rendezvous.decide.checkpoints), or "".
         held: what it has in memory of saves that are not committed, while it has no workers.
         times: where the time of its slots went, as of when it was written.
     """

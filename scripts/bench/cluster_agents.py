@@ -206,7 +206,7 @@ def connect(task: Task) -> Store:
             address, int(port), task.run_id, deadline=CONNECT_SECONDS, timeout=task.patience
         )
     from elaunch.store.etcd import client as etcd
-    from elaunch.store.etcd.keys import EtcdCluster
+    from elaunch.store.etcd.cluster import EtcdCluster
 
     endpoints = [one.rpartition(":") for one in task.endpoint.split(",")]
     members = tuple((address, int(port)) for address, _, port in endpoints)

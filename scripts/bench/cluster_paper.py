@@ -129,8 +129,8 @@ def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
 
 def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
     from elaunch.store.etcd import imports
-    from elaunch.store.etcd.keys import keys_of
-    from elaunch.store.etcd.txn import Transactions
+    from elaunch.store.etcd.calls import Transactions
+    from elaunch.store.etcd.cluster import keys_of
 
     loaded: Any = imports.load()
     rpc, keys = loaded.rpc, keys_of("/elaunch", RUN_ID)

@@ -16,8 +16,8 @@ from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
 from elaunch.agent.policy.state import Limits, State
 from elaunch.checkpoint.records import Checkpoint, SearchOutcome
+from elaunch.rendezvous.coordinator import Standalone, rules_of_one
 from elaunch.rendezvous.plan import NodeStatus
-from elaunch.rendezvous.standalone import Standalone, rules_of_one
 
 READY = events.ServerReady(problem=None)
 DEADLINE = events.DeadlinePassed()

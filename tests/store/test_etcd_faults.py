@@ -18,8 +18,7 @@ import pytest
 from elaunch.errors import StoreClosed, StoreFull, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import client, connection
 from elaunch.store.etcd.client import EtcdStore
-from elaunch.store.etcd.history import RevisionHistory
-from elaunch.store.etcd.keys import EtcdCluster
+from elaunch.store.etcd.cluster import EtcdCluster, RevisionHistory
 from elaunch.store.protocol import Post
 from tests.etcdserver import Cluster, Member
 from tests.etcdserver import etcd as serve

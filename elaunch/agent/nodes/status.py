@@ -35,8 +35,8 @@ from elaunch.rendezvous.text import differences
 from elaunch.text import block, count
 
 if TYPE_CHECKING:
+    from elaunch.rendezvous.coordinator import Standalone
     from elaunch.rendezvous.meeting import Meeting
-    from elaunch.rendezvous.standalone import Standalone
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))

@@ -29,7 +29,7 @@ from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.hosts import is_loopback
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.store.etcd.history import RevisionHistory
+from elaunch.store.etcd.cluster import RevisionHistory
 from elaunch.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class StoreOpener:
 
     def _open_etcd(self) -> Store:
         from elaunch.store.etcd import client as etcd
-        from elaunch.store.etcd.keys import EtcdCluster
+        from elaunch.store.etcd.cluster import EtcdCluster
 
         settings = self._rendezvous
         cluster = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))

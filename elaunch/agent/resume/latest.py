@@ -4,7 +4,7 @@ Before the first round a thread looks at the directory (`DirectoryProbe`), so th
 save does not begin. Storage may hang: the answer, ``events.DirectoryProbed``, comes after ANSWER_S
 at the latest, and at once where there is no directory. With several nodes and one directory this
 also leaves the mark by which the coordinator sees that they share it (elaunch.checkpoint.probe,
-elaunch.rendezvous.decide.sharing).
+elaunch.rendezvous.decide.checkpoints).
 """
 
 from __future__ import annotations

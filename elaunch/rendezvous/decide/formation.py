@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from elaunch.endings import PREEMPTED, exit_code
 from elaunch.errors import JoinTimeoutError, SameFailureError, StoreError, SymmetryError
 from elaunch.rendezvous import text
-from elaunch.rendezvous.decide import budget, held, members, sharing
+from elaunch.rendezvous.decide import budget, checkpoints, members
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
 from elaunch.rendezvous.decide.view import (
     Decision,
@@ -48,7 +48,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return _await_end(view, now, rules, late)
     if _all_done(view):
         return publish(over(plan, 0, "all workers ended with 0"))
-    late_save = held.awaited(view, rules, ended_at(view))
+    late_save = checkpoints.awaited(view, rules, ended_at(view))
     if late_save is not None and late_save[1] > now:
         return Wait(late_save[1]), late_save[0]
     if plan.phase == "ending":
@@ -62,7 +62,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         verdict = judged
     if plan.asked or end_request(view):
         return _preempted(view)
-    view = sharing.with_sharing_nodes_only(view)
+    view = checkpoints.with_sharing_nodes_only(view)
     enough = members.enough(view, now, rules)
     if isinstance(enough, NeverARound):
         return publish(over(plan, enough.exit_code, enough.problem))
@@ -70,11 +70,13 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         return _too_few(view, now, rules, enough)
     if enough.settled > now:
         return Wait(enough.settled), "waiting for more nodes"
-    if rules.has_checkpoint_dir and sharing.is_unknown(view, enough.names):
+    if rules.has_checkpoint_dir and checkpoints.is_unknown(view, enough.names):
         return _search(view, rules, enough.names)
-    others = sharing.not_sharing(view, enough.names)
+    others = checkpoints.not_sharing(view, enough.names)
     if others:
-        return publish(over(plan, sharing.EXIT_CODE, sharing.problem(view, others)))
+        return publish(
+            over(plan, checkpoints.NOT_SHARED, checkpoints.sharing_problem(view, others))
+        )
     if view.search_result is not None and view.search_result.problem:
         return _unreadable(plan, view.search_result)
     if verdict is not None:
@@ -212,7 +214,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
         return _search(view, rules)
     if found is not None and found.problem:
         return _unreadable(plan, found)
-    step = _step(held.newest(view))
+    step = _step(checkpoints.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
     verdict = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
@@ -231,7 +233,7 @@ def _same(view: View) -> SameFailure | None:
     plan = view.plan
     if plan.failure is None:
         return plan.same
-    before, found = _step(plan.checkpoint), _step(held.newest(view))
+    before, found = _step(plan.checkpoint), _step(checkpoints.newest(view))
     progressed = found is not None and found > (-1 if before is None else before)
     return budget.repeated(plan.same, plan.failure.signature, plan.round, progressed)
 
@@ -256,7 +258,7 @@ def _search(view: View, rules: Rules, names: tuple[str, ...] = ()) -> Decision:
     present = {name: member.record for name, member in view.present.items()}
     seen = (record.seen.job for record in present.values() if record.seen is not None)
     jobs = frozenset([view.plan.job, *seen])
-    return Search(present, sharing.probes(view, names), names, jobs), reason
+    return Search(present, checkpoints.probes(view, names), names, jobs), reason
 
 
 def _unreadable(plan: Plan, found: SearchResult) -> Decision:
@@ -313,7 +315,7 @@ def _before(view: View) -> LastKnown:
 def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | None) -> Decision:
     plan, before = view.plan, _before(view)
     nodes = tuple(_node(name, view.present[name].record) for name in enough.names)
-    checkpoint = held.newest(view, enough.names)
+    checkpoint = checkpoints.newest(view, enough.names)
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
     if notice and rules.strict_symmetry:
         return publish(over(plan, SymmetryError.exit_code, f"{notice} (--strict-symmetry)"))

@@ -5,4 +5,4 @@
 agent's own entry lives as long as its lease (``lease``).
 """
 
-__all__ = ["client", "history", "keys"]
+__all__ = ["client", "cluster"]

@@ -1,8 +1,8 @@
 """The store in etcd: ``connect``, and ``run_ids`` of the jobs that are there.
 
 One store object is one agent: a connection to one member at a time (``calls``), one stream for all
-that it waits for (``watch``), one stream that keeps its lease alive. The plan is in ``plan``, the
-members in ``members``, our own entry, its lease and leadership in ``lease``, the keys in ``keys``.
+that it waits for (``watch``), one stream that keeps its lease alive. Plan and members are in
+``records``, our own entry, its lease and leadership in ``lease``, the keys in ``cluster``.
 
 ==========================  ========================================================================
 of etcd's members           what an agent notices
@@ -24,13 +24,10 @@ from collections.abc import Mapping, Sequence
 
 from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import imports
-from elaunch.store.etcd.calls import Calls
-from elaunch.store.etcd.history import RevisionHistory
-from elaunch.store.etcd.keys import EtcdCluster, every_job, keys_of, run_id_of
+from elaunch.store.etcd.calls import Calls, Transactions
+from elaunch.store.etcd.cluster import EtcdCluster, RevisionHistory, every_job, keys_of, run_id_of
 from elaunch.store.etcd.lease import OwnLease
-from elaunch.store.etcd.members import EtcdMembers
-from elaunch.store.etcd.plan import EtcdPlan
-from elaunch.store.etcd.txn import Transactions
+from elaunch.store.etcd.records import EtcdMembers, EtcdPlan
 from elaunch.store.etcd.watch import Watcher
 from elaunch.store.protocol import Change, Lease, Post, Store
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elaunch.store.etcd.keys import EtcdCluster
+from elaunch.store.etcd.cluster import EtcdCluster
 
 Kind = Literal[
     "refused", "leaderless", "silent", "failing", "tls", "token", "denied", "gone", "full", "wrong"

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaunch.errors import LeaseLost, StoreFull, StoreUnreachable
-from elaunch.store.etcd.calls import Calls
+from elaunch.store.etcd.calls import Calls, Transactions, Txn
+from elaunch.store.etcd.cluster import Keys
 from elaunch.store.etcd.connection import EtcdStream, Member, Metadata
 from elaunch.store.etcd.errors import Refusal
-from elaunch.store.etcd.keys import Keys
-from elaunch.store.etcd.members import LEFT
-from elaunch.store.etcd.txn import Transactions, Txn
+from elaunch.store.etcd.records import LEFT
 from elaunch.store.etcd.watch import Watch, Watcher
 
 _TRIES = 8

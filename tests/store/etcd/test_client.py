@@ -16,8 +16,8 @@ import pytest
 from elaunch.errors import LeaseLost, StoreDenied, StoreError, StoreUnreachable
 from elaunch.store.etcd import client, imports
 from elaunch.store.etcd.client import EtcdStore
+from elaunch.store.etcd.cluster import EtcdCluster, keys_of, run_id_of
 from elaunch.store.etcd.errors import Outcome, Refusal, refusal
-from elaunch.store.etcd.keys import EtcdCluster, keys_of, run_id_of
 from elaunch.store.protocol import Change, Post
 from tests.etcdserver import Cluster, Member, make_identity, own_address
 from tests.etcdserver import etcd as serve
@@ -475,7 +475,7 @@ def test_a_password_where_there_are_no_users(
 PROCESS = """
 import os, subprocess, sys
 from elaunch.store.etcd import client as etcd
-from elaunch.store.etcd.keys import EtcdCluster
+from elaunch.store.etcd.cluster import EtcdCluster
 assert "grpc" not in sys.modules and "etcd3" not in sys.modules
 before = dict(os.environ)
 good = EtcdCluster((({host!r}, {port}),))
@@ -518,7 +518,7 @@ def test_a_protobuf_that_is_there_already_stays_as_it_is(one: Cluster) -> None:
         "import os\n"
         "from google.protobuf import descriptor_pb2, descriptor_pool\n"
         "from elaunch.store.etcd import client\n"
-        "from elaunch.store.etcd.keys import EtcdCluster\n"
+        "from elaunch.store.etcd.cluster import EtcdCluster\n"
         "other = descriptor_pb2.FileDescriptorProto(name='rpc.proto', package='other')\n"
         "descriptor_pool.Default().Add(other)\n"
         "before = dict(os.environ)\n"

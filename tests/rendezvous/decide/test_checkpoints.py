@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.rendezvous.decide import held
+from elaunch.rendezvous.decide import checkpoints
 from elaunch.rendezvous.decide.view import Absent, Present, Rules, SearchResult, View
 from elaunch.rendezvous.plan import HeldShards, Node, NodeStatus, Plan, PlanCheckpoint
 
@@ -53,7 +53,7 @@ TABLE = {
 def test_the_newest(name: str) -> None:
     """Of a save all shards count, or none; what is on the disk is taken from there."""
     a, b, found, expected = TABLE[name]
-    chosen = held.newest(view(a, b, found))
+    chosen = checkpoints.newest(view(a, b, found))
     said = None if chosen is None else f"{chosen.step} {chosen.uuid}".strip()
     assert said == expected
 
@@ -61,7 +61,7 @@ def test_the_newest(name: str) -> None:
 def test_what_a_node_has_that_is_not_in_the_round_does_not_count() -> None:
     """Nobody could fetch it from there."""
     there = view([shards(20, 0, 1)], [shards(20, 2, 3)], ON_DISK)
-    assert held.newest(there, ["a"]) == ON_DISK
+    assert checkpoints.newest(there, ["a"]) == ON_DISK
 
 
 LATE = {
@@ -82,4 +82,4 @@ def test_what_is_waited_for(name: str) -> None:
     """Only what the disk alone can make whole, and for a bounded time."""
     a, b, waits = LATE[name]
     expected = ("waiting for 1 node to write out a save", 37.0) if waits else None
-    assert held.awaited(view(a, b, None), RULES, 7.0) == expected
+    assert checkpoints.awaited(view(a, b, None), RULES, 7.0) == expected
