@@ -1,5 +1,6 @@
 from elaunch.checkpoint.records import Committed as Committed
 from elaunch.checkpoint.retention.rule import Keep as Keep
+from elaunch.errorrecord import record as record
 from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError
 from elaunch.errors import CollectiveTimeout as CollectiveTimeout
@@ -20,11 +21,10 @@ from elaunch.training.checkpoint.state.perrank import rng_state as rng_state
 from elaunch.training.context import Context as Context
 from elaunch.training.context import init as init
 from elaunch.training.distributed import DistributedContext as DistributedContext
-from elaunch.training.launch.info import Info as Info
-from elaunch.training.launch.info import info as info
-from elaunch.training.launch.info import latest_checkpoint as latest_checkpoint
+from elaunch.training.launch import Info as Info
+from elaunch.training.launch import info as info
+from elaunch.training.launch import latest_checkpoint as latest_checkpoint
 from elaunch.training.preempt.preempt import PreemptContext as PreemptContext
-from elaunch.training.recording import record as record
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from elaunch.training.stores.keystore import KeyStore as KeyStore
 from elaunch.training.train import TrainContext as TrainContext

@@ -25,9 +25,9 @@ TRAINING = "elaunch.training"
 ORDER: dict[str, tuple[str, ...]] = {
     "The context": (f"{TRAINING}.context:init", f"{TRAINING}.context:Context"),
     "What the launcher told": (
-        f"{TRAINING}.launch.info:info",
-        f"{TRAINING}.launch.info:latest_checkpoint",
-        f"{TRAINING}.launch.info:Info",
+        f"{TRAINING}.launch:info",
+        f"{TRAINING}.launch:latest_checkpoint",
+        f"{TRAINING}.launch:Info",
     ),
     "Calls of all ranks: `ctx.distributed`": (
         f"{TRAINING}.distributed:DistributedContext",
@@ -44,7 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         f"{TRAINING}.checkpoint.state.perrank:rng_state",
     ),
     "The order of the data": (f"{TRAINING}.sampler:ElasticDistributedSampler",),
-    "Telling of an error": (f"{TRAINING}.recording:record",),
+    "Telling of an error": ("elaunch.errorrecord:record",),
     "Starting a job from a program": ("elaunch.torchrun.functions:run",),
 }
 

@@ -66,7 +66,7 @@ RETIRED_IN_CORE = frozenset(
     "hello mend parted pulse said spot stirred stranger strangers tell tells told unheard".split()
 )
 """Words that no name of those rooms has, nor any module beside them in ``elaunch.agent``."""
-SAVING = ("agent.peers", "agent.saver", "checkpoint", "training", "wire.saver")
+SAVING = ("agent.peers", "agent.saver", "checkpoint", "training", "wire.worker")
 RETIRED_IN_SAVING = frozenset(
     "handed hear heard hello said say says seal sealed seals stranger surroundings told "
     "untold".split()

@@ -59,8 +59,7 @@ from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle
 from elaunch.runs.logtree import STREAMS
 from elaunch.runs.statedir import roots, subdirectories
-from elaunch.training.metrics.reading import read
-from elaunch.training.metrics.table import csv_text
+from elaunch.training.metrics.reading import csv_text, read
 
 STATIC: Final = Path(__file__).parent / "static"
 TYPES: Final = {

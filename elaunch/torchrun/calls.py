@@ -26,11 +26,11 @@ from typing import Any, Final, NoReturn, cast
 
 from elaunch.config.command import CALLER
 from elaunch.config.values import did_you_mean
+from elaunch.errorrecord import record
 from elaunch.errors import UsageError
 from elaunch.server import loop
 from elaunch.torchrun import worker
 from elaunch.torchrun.agentprocess import Ended, run_agent
-from elaunch.training.recording import record
 
 Function = Callable[..., object]
 FORK: Final = "fork"

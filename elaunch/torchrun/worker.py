@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from elaunch.training.recording import record
+from elaunch.errorrecord import record
 
 CALL = "call"
 

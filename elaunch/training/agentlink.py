@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.wire import worker
 from elaunch.wire.local import LONGEST, LocalChannel, Message, Received, Requester, connect
 from elaunch.wire.progress import ProgressPage
-from elaunch.wire.saver import AT_ONCE
+from elaunch.wire.worker import AT_ONCE
 
 SEND_TIMEOUT_S: Final = 2.0
 JOIN_S: Final = 2.0

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, ContextError, PlacementError
-from elaunch.training.launch import placement as placements
-from elaunch.training.launch.placement import Placement
+from elaunch.training import launch as placements
+from elaunch.training.launch import Placement
 from elaunch.training.stores.keystore import KeyStore
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage

@@ -1,7 +1,7 @@
 """The order of the data in training that restarts and changes its size in mid-epoch.
 
 An epoch is one order of the whole dataset: a function of its length, the seed and the epoch
-(elaunch.training.permutation), the same for every world size. ``offset`` is how many samples of it
+(`Permutation`), the same for every world size. ``offset`` is how many samples of it
 all ranks together have done. From there the rest is dealt out by turns, so that a step in which
 each of W ranks takes a batch of B does the B * W samples from ``offset`` on, whichever rank has
 which. Another world size, or batch size, just deals the same rest in another way: nothing is lost
@@ -14,23 +14,98 @@ restarts came before.
 
 The sampler does not know which of the samples that a DataLoader has read ahead were trained on. So
 the loop counts: ``advance`` after each step of the optimizer.
+
+The order of an epoch is computed, not stored: any part of it costs only that part.
+Position p of the order is found by a keyed bijection of a rectangle of ``rows * columns >= n``
+cells. p is split into a row and a column, and in each of FEISTEL_ROUNDS rounds one of the two is
+turned by a keyed hash of the other, row and column by turns (a generalized Feistel network). A
+result beyond n - 1 is put through again until it is below (cycle walking): less than one in
+``sqrt(n)`` is.
+
+The order is part of what a checkpoint relies on. It is a function of (n, seed, epoch) alone: of no
+world size, no version of torch and no device. Whoever changes it must change ORDER_VERSION
+too; a test holds the order fast.
+
+``rows`` is even: with two odd sides every round would be an even permutation, so half of all orders
+could never come. Twelve rounds are what makes all orders of 5 and 6 elements equally frequent;
+eight are not enough.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from elaunch.errors import PlacementError, SamplerError
-from elaunch.training import permutation
-from elaunch.training.launch import placement
-from elaunch.training.permutation import Permutation
+from elaunch.training import launch
+
+ORDER_VERSION = 1
+FEISTEL_ROUNDS = 12
+LARGEST = 1 << 60
+"""More elements than this have no order here: sides are to stay below 2^31."""
+
+_WORD = 0xFFFFFFFF
+_FACTOR = 0x45D9F3B  # odd and below 2^31: its product with a word does not overflow 64 bits
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The order of 0 … ``length - 1`` for a seed and an epoch; memory does not grow with length."""
+
+    length: int
+    seed: int
+    epoch: int
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return what stands at ``positions``: int64 of any one-dimensional shape, on the CPU."""
+        rows = math.isqrt(max(self.length - 1, 0)) + 1
+        rows += rows & 1
+        sides = (rows, -(-self.length // rows))
+        keys = self._keys()
+        found = _turn(positions, sides, keys)
+        while (beyond := found >= self.length).any():
+            found[beyond] = _turn(found[beyond], sides, keys)
+        return found
+
+    def _keys(self) -> list[tuple[int, int]]:
+        words = hashlib.shake_256(f"elaunch {self.seed} {self.epoch}".encode()).digest(
+            8 * FEISTEL_ROUNDS
+        )
+        numbers = [int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4)]
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _turn(cells: Tensor, sides: tuple[int, int], keys: list[tuple[int, int]]) -> Tensor:
+    """Put each cell through all rounds; in place where it can, since this is the whole cost."""
+    row = cells.div(sides[1], rounding_mode="floor")
+    column = cells - row * sides[1]
+    for number, key in enumerate(keys):
+        source, target, side = (
+            (column, row, sides[0]) if number % 2 == 0 else (row, column, sides[1])
+        )
+        target += _hash(source, key, side)
+        target -= (target >= side) * side
+    return row.mul_(sides[1]).add_(column)
+
+
+def _hash(values: Tensor, key: tuple[int, int], side: int) -> Tensor:
+    """Return for each value a number in 0 … ``side - 1``, by a 32-bit integer hash."""
+    word = values ^ key[0]
+    word ^= word >> 16
+    word.mul_(_FACTOR).bitwise_and_(_WORD).bitwise_xor_(word >> 16).bitwise_xor_(key[1])
+    word.mul_(_FACTOR).bitwise_and_(_WORD).bitwise_xor_(word >> 16)
+    return word.mul_(side).bitwise_right_shift_(32)
+
 
 _CHUNK = 1 << 13
 """Indices that are computed at once: they fit into the processor's cache."""
@@ -120,7 +195,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         self.seed = index(seed)
         self.drop_last = bool(drop_last)
         self.length = len(dataset)
-        if self.length > permutation.LARGEST:
+        if self.length > LARGEST:
             raise SamplerError(f"a dataset of {self.length} samples: at most 2^60 have an order")
         self.epoch = self.padding = 0
         self.offset = self._start = self._checked_start(start_index, shuffle)
@@ -255,7 +330,7 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         Any rank may save it, in any form (torch.save, JSON), together with the model.
         """
         return {
-            "version": permutation.VERSION,
+            "version": ORDER_VERSION,
             "epoch": self.epoch,
             "offset": self.offset,
             "padding": self.padding,
@@ -276,10 +351,10 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
         wanted = {**self.state_dict()}
         if missing := wanted.keys() - state.keys():
             raise SamplerError(f"no state of this sampler: {', '.join(sorted(missing))} missing")
-        if state["version"] != permutation.VERSION:
+        if state["version"] != ORDER_VERSION:
             raise SamplerError(
                 f"the state's order of data is of version {state['version']}, this elaunch has "
-                f"{permutation.VERSION}: finish the epoch with the elaunch that saved it"
+                f"{ORDER_VERSION}: finish the epoch with the elaunch that saved it"
             )
         if other := [name for name in _SAME if state[name] != wanted[name]]:
             differences = ", ".join(f"{name} {state[name]} (here {wanted[name]})" for name in other)
@@ -342,5 +417,5 @@ def _rank_and_size() -> tuple[int, int]:
     """Return rank and number of ranks, of torch's process group or else of the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    here = placement.current(os.environ)
+    here = launch.current(os.environ)
     return here.rank, here.size

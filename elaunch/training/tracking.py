@@ -49,7 +49,7 @@ from elaunch.runs.record import (
     worker_is_alive,
 )
 from elaunch.runs.statedir import locked
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext

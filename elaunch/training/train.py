@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.errors import ContextError, MetricError
-from elaunch.training.launch.placement import Placement
-from elaunch.training.metrics.board import BoardWriter, require
+from elaunch.training.launch import Placement
 from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
 from elaunch.training.metrics.history import TRAINING, VALIDATION
 from elaunch.training.metrics.rows import Encoder, Latest
-from elaunch.training.metrics.writer import Writer
+from elaunch.training.metrics.writer import BoardWriter, Writer, require
 from elaunch.wire.progress import ProgressPage
 
 CLOSE_TIMEOUT_S: Final = 30.0

@@ -2,7 +2,7 @@
 
 ``local`` is the one wire: messages with descriptors over a Unix stream socket. An agent and its
 server use it (the messages are those of ``elaunch.server``), an agent and the commands
-(``control``), an agent and its workers (``worker``, ``saver``). ``progress`` is a page of memory
+(``control``), an agent and its workers (``worker``). ``progress`` is a page of memory
 that worker and agent both see; with ``recorder`` a worker answers which collectives it has entered,
 with ``debugger`` it runs pdb for a command.
 ``stream`` connects ranks, and the agents of nodes, once they have proved that they belong to one
@@ -16,7 +16,6 @@ __all__ = [
     "local",
     "progress",
     "recorder",
-    "saver",
     "stream",
     "worker",
 ]

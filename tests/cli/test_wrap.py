@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_is_an_error_of_rank_0(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It names the port, who has it, and the flag; other ranks go on to meet rank 0."""
-    from elaunch.launchers.table import derived_port
+    from elaunch.launchers import derived_port
 
     for name, value in ONE.items():
         monkeypatch.setenv(name, value)

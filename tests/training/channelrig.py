@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.training.channel.channel import RankChannel
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.wire.progress import ProgressPage
 from tests import warm

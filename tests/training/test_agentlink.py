@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import PageReader, ProgressPage
 from elaunch.wire.worker import WIRE, Notice
@@ -130,7 +130,7 @@ from pathlib import Path
 from elaunch.wire.local import LONGEST, Received, close_files
 from elaunch.wire.progress import ProgressPage
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 place = Placement("elaunch", 0, 1, 0, 1, 0, 1, None, False, "job/0", "job", 0, "", None)
 link = AgentLink(Path(sys.argv[1]), ProgressPage(), place)
 link.start()

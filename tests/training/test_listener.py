@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.training.channel.dial import Dialer, ask
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import RankRecord
+from elaunch.training.channel.mesh import Dialer, ask
 from elaunch.wire.stream import HELLO, LINK, MOST_UNPROVED, Unreached
 from tests.launching import wait_until
 from tests.training.channelrig import PATIENCE

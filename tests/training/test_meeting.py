@@ -11,7 +11,7 @@ import pytest
 from elaunch.store.tcp import wire
 from elaunch.training.channel import meeting
 from elaunch.training.channel.meeting import Layout, RankRecord
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from tests.training.channelrig import PATIENCE, StoreHost
 

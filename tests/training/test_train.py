@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from elaunch.errors import ContextError, MetricError
-from elaunch.training.launch.placement import alone
+from elaunch.training.launch import alone
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import PageReader, ProgressPage
 

@@ -150,10 +150,10 @@ def _key_by_munge(
     """Return what settles the key of agents that srun has started and that share nothing else."""
     if rendezvous.secret or rendezvous.etcd.password or not environ.get("SLURM_STEP_ID"):
         return None
-    from elaunch.launchers import table
+    from elaunch import launchers
     from elaunch.rendezvous.munge import MungeKey
 
-    return MungeKey(run_id) if table.find(environ) is table.SLURM else None
+    return MungeKey(run_id) if launchers.find(environ) is launchers.SLURM else None
 
 
 def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:

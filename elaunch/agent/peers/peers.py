@@ -33,8 +33,8 @@ from elaunch.errors import CheckpointError
 from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
-from elaunch.wire.saver import Files, StagedShard, shard_from_json, shard_to_json
 from elaunch.wire.stream import PEER, Caller, Endpoint, StreamListener, session_key
+from elaunch.wire.worker import Files, StagedShard, shard_from_json, shard_to_json
 
 PATIENCE: Final = 30.0
 """Seconds without a byte or progress after which another agent counts as hung."""

@@ -272,7 +272,7 @@ class StacksTaken(Struct, frozen=True):
 
 
 class SaverUsed(Struct, frozen=True):
-    """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.wire.saver)."""
+    """A worker of ``round`` leaves its checkpoints in the agent's memory (elaunch.wire.worker)."""
 
     round: int
 

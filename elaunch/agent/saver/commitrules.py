@@ -19,7 +19,7 @@ from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 FENCE_S: Final = 10.0
 """Seconds for the loop to answer whether that is still the round."""

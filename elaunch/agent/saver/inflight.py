@@ -26,7 +26,7 @@ from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.storage.atonce import Pace
 from elaunch.errors import SaveError
 from elaunch.runs.record import SavesRecord
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 SHARD_DEADLINE_S = 600.0
 """Seconds for all ranks to stage their shards, after the first, or after another node has last

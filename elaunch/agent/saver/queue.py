@@ -40,7 +40,7 @@ from elaunch.checkpoint.records import Committed, Image, Stage
 from elaunch.checkpoint.storage.atonce import Pace, stand_back
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import ElaunchError, SaveError
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 REPORT_S = 60.0

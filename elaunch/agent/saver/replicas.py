@@ -53,7 +53,7 @@ from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.checkpoint.writing.manifests import decode
 from elaunch.errors import CheckpointError, SaveError
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 ROOM_S: Final = 20.0
 """Seconds that a replica waits for the one before it; its sender waits longer for the answer."""

@@ -1,6 +1,6 @@
 """The agent's saver of checkpoints, as its loop and its workers' links see it.
 
-It costs nothing until a worker asks for it (elaunch.wire.saver). Then the service is imported and
+It costs nothing until a worker asks for it (elaunch.wire.worker). Then the service is imported and
 made (elaunch.agent.saver.service), and the event SaverUsed has the round's end wait for what is in
 memory::
 
@@ -27,13 +27,13 @@ from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.local import Message, Requests
-from elaunch.wire.saver import shard_to_json
+from elaunch.wire.worker import shard_to_json
 
 if TYPE_CHECKING:
     from elaunch.agent.peers.peers import Peers
     from elaunch.agent.saver.service import SaverConnection, SaverService
     from elaunch.checkpoint.records import Stage
-    from elaunch.wire.saver import StagedShard
+    from elaunch.wire.worker import StagedShard
 
 LAST_WAIT_S: Final = 10.0
 """Seconds that the end of the job waits for shards of other nodes."""

@@ -33,7 +33,7 @@ from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards
 from elaunch.wire.local import Message, Requests
-from elaunch.wire.saver import (
+from elaunch.wire.worker import (
     StagedShard,
     committed_from_json,
     committed_to_json,

@@ -34,7 +34,7 @@ from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError
-from elaunch.wire.saver import Files, StagedShard
+from elaunch.wire.worker import Files, StagedShard
 
 FilesInMemory = tuple[Files, Segment]
 Wanted = tuple[int, int, str]  # step, round, uuid or ""

@@ -1,6 +1,6 @@
 """What ``elaunch wrap`` does, decided before anything starts: rank, environment, log files.
 
-The launcher's variables are read by elaunch.launchers.table. Torchrun's variables are set from
+The launcher's variables are read by elaunch.launchers. Torchrun's variables are set from
 them; the six numbers always, everything else only where it is not set: inside a job of elaunch or
 torchrun (a worker that calls mpirun) the round's own store and run id stay in use.
 
@@ -18,16 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elaunch import env
+from elaunch import env, launchers
 from elaunch.agent.logs.files import round_directory
 from elaunch.agent.logs.plan import LogPlan
 from elaunch.config import endpoints
 from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
 from elaunch.hosts import LOOPBACK
-from elaunch.launchers import table
-from elaunch.launchers.ranks import Numbers, launcher_numbers, meeting_point
-from elaunch.launchers.table import LauncherNames
+from elaunch.launchers import LauncherNames, Numbers, launcher_numbers, meeting_point
 from elaunch.proc import process_name
 from elaunch.runs import statedir
 
@@ -85,8 +83,8 @@ def plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
 
 def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
     names, rank = _find(request.rank_env, environ)
-    job = table.job_name(names, environ)
-    restarts = table.number(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")) or 0
+    job = launchers.job_name(names, environ)
+    restarts = launchers.number(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")) or 0
     placed = request.master_addr is not None or request.master_port is not None
     numbers = None
     if rank is None or placed or _has_numbers(names, rank, environ):
@@ -116,35 +114,35 @@ def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
 
 def _has_numbers(names: LauncherNames, rank: int, environ: Mapping[str, str]) -> bool:
     """Whether the variables say of this very rank how many others there are."""
-    if table.number(environ, (*names.size, "WORLD_SIZE")) is None:
+    if launchers.number(environ, (*names.size, "WORLD_SIZE")) is None:
         return False
     # A worker of torchrun or elaunch that starts ranks of its own leaves them its variables.
-    worker = table.number(environ, table.TORCH.rank)
+    worker = launchers.number(environ, launchers.TORCH.rank)
     return names.family != "torch" or worker in (None, rank)
 
 
 def _find(rank_env: str | None, environ: Mapping[str, str]) -> tuple[LauncherNames, int | None]:
     """Return the launcher that gives the numbers, and the rank where ``--rank-env`` names it."""
-    found = table.find(environ)
+    found = launchers.find(environ)
     if rank_env is None:
         if found is None:
             raise UsageError(_no_launcher(environ))
         return found, None
     if rank_env.strip().isascii() and rank_env.strip().isdecimal():
-        return found or table.TORCH, int(rank_env)
+        return found or launchers.TORCH, int(rank_env)
     named = tuple(name.strip() for name in rank_env.split(",") if name.strip())
-    name = table.first_set(environ, named)
+    name = launchers.first_set(environ, named)
     if not name:
         raise UsageError(_none_named(named, environ))
-    known = [names for names in table.LAUNCHERS if name in names.rank]
+    known = [names for names in launchers.LAUNCHERS if name in names.rank]
     if found is not None and name in found.rank:
         known = [found]
-    owner = known[0] if known else found or table.TORCH
-    return owner._replace(rank=(name,)), table.number(environ, (name,))
+    owner = known[0] if known else found or launchers.TORCH
+    return owner._replace(rank=(name,)), launchers.number(environ, (name,))
 
 
 def _no_launcher(environ: Mapping[str, str]) -> str:
-    known = ", ".join(table.rank_names())
+    known = ", ".join(launchers.rank_names())
     if environ.get("SLURM_JOB_ID"):
         how = "this is inside a Slurm job, but in no step of it: put `srun` before `elaunch wrap`"
     else:
@@ -157,7 +155,7 @@ def _no_launcher(environ: Mapping[str, str]) -> str:
 
 def _none_named(named: tuple[str, ...], environ: Mapping[str, str]) -> str:
     given = ", ".join(named)
-    known = [name for name in table.rank_names() if environ.get(name)]
+    known = [name for name in launchers.rank_names() if environ.get(name)]
     hint = did_you_mean(named[0], known) if named else ""
     if known and not hint:
         hint = f"; {' and '.join(known)} {'is' if len(known) == 1 else 'are'} set"
@@ -169,9 +167,9 @@ def _none_named(named: tuple[str, ...], environ: Mapping[str, str]) -> str:
 
 def _alone(environ: Mapping[str, str], job: str) -> tuple[str, int]:
     """Return a place for the store of one rank by itself: init_process_group wants one, too."""
-    port = table.number(environ, ("MASTER_PORT",))
+    port = launchers.number(environ, ("MASTER_PORT",))
     if port is None and job:
-        port = table.derived_port(job)
+        port = launchers.derived_port(job)
     if port is None:
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -230,7 +228,7 @@ def _store(
         own["MASTER_ADDR"] = request.master_addr
     if request.master_port is not None:
         own["MASTER_PORT"] = str(request.master_port)
-    job = table.job_name(names, environ)
+    job = launchers.job_name(names, environ)
     addr, port = meeting_point(names, numbers, own) or _alone(own, job)
     if numbers.rank == 0 and not _is_hosted(environ):
         _check_port(addr, port, given="MASTER_PORT" in own)
@@ -250,7 +248,7 @@ def _torch_variables(
     torchrun did not start.
     """
     store = _store(request, names, numbers, environ)
-    facts = _facts(request, numbers, store, table.job_name(names, environ), restarts)
+    facts = _facts(request, numbers, store, launchers.job_name(names, environ), restarts)
     variables = env.worker_environment(facts, numbers.local_rank, "", environ)
     kept = {
         name: value

@@ -43,8 +43,7 @@ def metrics(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv are two formats: leave one of them out")
-    from elaunch.training.metrics.reading import directories, read
-    from elaunch.training.metrics.table import csv_text
+    from elaunch.training.metrics.reading import csv_text, directories, read
 
     runs = directories(run, os.environ)
     reading = read(runs)
@@ -98,7 +97,7 @@ def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
 def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
     from elaunch.monitor.page import Cell, Column, Paragraph, Table
     from elaunch.text import one_line
-    from elaunch.training.metrics.table import marked, names
+    from elaunch.training.metrics.reading import marked, names
 
     shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
     columns_shown = names(shown, everything)

@@ -23,8 +23,7 @@ from elaunch.errors import ElaunchError
 from elaunch.monitor.card import read_card
 from elaunch.monitor.standing import read_standing
 from elaunch.runs.directory import RunDir, run_id_of, runs_of
-from elaunch.training.metrics.reading import starts_of
-from elaunch.training.metrics.tail import Columns, RowTail
+from elaunch.training.metrics.reading import Columns, RowTail, starts_of
 
 BUCKETS: Final = 400
 SEPARATE: Final = 12

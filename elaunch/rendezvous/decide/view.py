@@ -96,7 +96,8 @@ class SearchResult(Struct, frozen=True):
     ``probes`` are the marks of newcomers that were looked for
     (elaunch.rendezvous.decide.checkpoints), ``unseen`` those of them that are not
     there. ``ready`` are the nodes on which the checkpoint is, where each has a directory of its
-    own; None: on all. ``again``: a node was not reached, so nothing is known. ``exit_code`` is what the job ends with because of a problem.
+    own; None: on all. ``again``: a node was not reached, so nothing is known. ``exit_code`` is what
+    the job ends with because of a problem.
     """
 
     checkpoint: PlanCheckpoint | None = None

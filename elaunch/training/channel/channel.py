@@ -18,7 +18,6 @@ from elaunch.errors import (
     PlacementError,
 )
 from elaunch.training.channel.calls import PLANS, Differs, Exchange
-from elaunch.training.channel.dial import Activity, Answer, Dialer, ask
 from elaunch.training.channel.link import Call, encode
 from elaunch.training.channel.listener import Listener
 from elaunch.training.channel.meeting import (
@@ -29,8 +28,8 @@ from elaunch.training.channel.meeting import (
     machine_identity,
     meet,
 )
-from elaunch.training.channel.mesh import Broken, Expired, Mesh
-from elaunch.training.launch.placement import Placement
+from elaunch.training.channel.mesh import Activity, Answer, Broken, Dialer, Expired, Mesh, ask
+from elaunch.training.launch import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire import forks
 from elaunch.wire.progress import ProgressPage

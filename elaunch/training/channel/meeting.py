@@ -40,7 +40,7 @@ from elaunch.errors import CollectiveTimeout, PlacementError
 from elaunch.hosts import is_loopback, source
 from elaunch.text import ranks
 from elaunch.training.channel.listener import Listener
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from elaunch.wire.stream import session_key
 

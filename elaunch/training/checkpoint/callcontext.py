@@ -12,7 +12,7 @@ from elaunch.checkpoint.retention.delete import Keep, Retiring
 from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout
-from elaunch.wire.saver import MARGIN_S
+from elaunch.wire.worker import MARGIN_S
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Stage, Storage

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Location, Storage
     from elaunch.training.agentlink import AgentLink
     from elaunch.training.distributed import DistributedContext
-    from elaunch.training.launch.info import Info
+    from elaunch.training.launch import Info
 
 log = logging.getLogger("elaunch")
 
@@ -87,7 +87,7 @@ def _in_memory(
     ALL ranks call it together; the first of each node asks its agent.
     """
     from elaunch.checkpoint.writing.assemble import describe, merge_metadata
-    from elaunch.wire.saver import ANSWER_S, StagedShard, shard_from_json
+    from elaunch.wire.worker import ANSWER_S, StagedShard, shard_from_json
 
     mine, problem = list[StagedShard](), ""
     if distributed.local_rank == 0 and link is not None:

@@ -42,7 +42,7 @@ from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
 from elaunch.training.checkpoint.together import together
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient

@@ -28,7 +28,7 @@ from elaunch.training.checkpoint import latest, where
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, awaiting, newer
 from elaunch.training.checkpoint.together import together
 from elaunch.training.checkpoint.where import DirectoryOwner
-from elaunch.wire.saver import CLOSE_S
+from elaunch.wire.worker import CLOSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from elaunch.training.agentlink import AgentLink
     from elaunch.training.checkpoint.saver.agent import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
-    from elaunch.training.launch.info import Info
+    from elaunch.training.launch import Info
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage
 

@@ -46,7 +46,7 @@ from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint.callcontext import KnownCheckpoints
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.launch.info import Info
+from elaunch.training.launch import Info
 
 SEEN_S: Final = 15.0
 """Seconds after which what another node has made counts as not there: attribute caches are slow."""

@@ -10,7 +10,6 @@ tensorboard/rank-<rank>/   the same for TensorBoard, where it is asked for
 =========================  =======================================================================
 
 ``rows`` checks and encodes what is reported, at the call, and remembers the newest; ``writer`` is
-the thread that writes it; ``files`` appends under the lock; ``history`` decides what is superseded;
-``board`` writes for TensorBoard; ``reading`` reads it all again for ``elaunch metrics``; ``table``
-writes that as comma-separated values.
+the thread that writes it, for TensorBoard too; ``files`` appends under the lock; ``history``
+decides what is superseded; ``reading`` reads it all again, for ``elaunch metrics`` and screens.
 """

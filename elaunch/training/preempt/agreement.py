@@ -38,8 +38,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.stores.connection import SteadyConnection
-from elaunch.training.stores.roundstore import StoreConnection
+from elaunch.training.stores.roundstore import SteadyConnection, StoreConnection
 from elaunch.wire.worker import KINDS, Notice, notice_to_json, seconds_of
 
 NOTICE: Final = "preempt/notice"

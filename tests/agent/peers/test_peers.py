@@ -14,8 +14,8 @@ from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
-from elaunch.wire.saver import StagedShard
 from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
+from elaunch.wire.worker import StagedShard
 from tests.agent.peersrig import HERE, agents, tell
 
 STAGE = Stage(120, 3, "abc")

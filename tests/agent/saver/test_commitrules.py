@@ -16,7 +16,7 @@ from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import SaveError
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 NODES = tuple(Node(f"n{k}", f"host{k}", f"10.0.0.{k}", 1, "x") for k in range(4))
 PLAN = Plan("job", 0, "running", nodes=NODES)

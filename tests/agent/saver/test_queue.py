@@ -22,7 +22,7 @@ from elaunch.checkpoint.storage import atonce, commit, durable
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.writing.manifests import decode
 from elaunch.errors import SaveError
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 from tests.launching import wait_until
 
 LONG = 60.0

@@ -35,7 +35,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient, connected
 from elaunch.wire.control import ask
 from elaunch.wire.progress import ProgressPage
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 from tests.agent.saver.workerend import client, end, linked
 from tests.launching import wait_until
 
@@ -47,7 +47,7 @@ import json, os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from elaunch.checkpoint.records import ShardHeader, Stage
-from elaunch.wire.saver import StagedShard, shard_to_json
+from elaunch.wire.worker import StagedShard, shard_to_json
 from tests.agent.saver.workerend import client
 
 socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]

@@ -35,7 +35,7 @@ from elaunch.training.checkpoint.handle import SaveInFlight
 from elaunch.training.checkpoint.saver.agent import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
-from elaunch.wire.saver import Files, StagedShard
+from elaunch.wire.worker import Files, StagedShard
 from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
 

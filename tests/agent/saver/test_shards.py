@@ -17,7 +17,7 @@ from elaunch.agent.saver.shards import FETCHED_AT_ONCE, REPLICA, Shards
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.wire.saver import Files, StagedShard
+from elaunch.wire.worker import Files, StagedShard
 
 NODES, EACH = 64, 8
 UUID = "u120"

@@ -11,7 +11,7 @@ from elaunch.agent.wrap.plan import WrapPlan, WrapRequest, plan
 from elaunch.config.values import StreamMap
 from elaunch.errors import UsageError
 from elaunch.proc import process_name
-from elaunch.training.launch import placement
+from elaunch.training import launch
 
 COMMAND = ("python3.11", "s.py")
 
@@ -55,7 +55,7 @@ def test_torchruns_variables() -> None:
 def test_the_script_finds_its_place() -> None:
     """What is set here is read by the script's side: the same numbers, rank 0 hosts the store."""
     environ = planned(open_mpi(rank=3)).environ
-    place, direct = placement.current(environ), placement.from_mpi(open_mpi(rank=3))
+    place, direct = launch.current(environ), launch.from_mpi(open_mpi(rank=3))
     assert place.launcher == "mpi" and place.hosts_store
     assert (place.store, place.run_id) == (direct.store, direct.run_id)
     assert (place.rank, place.cross_rank) == (direct.rank, direct.cross_rank)
@@ -86,7 +86,7 @@ def test_inside_a_job_of_elaunch_its_store_and_run_stay() -> None:
     numbers = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
     for name, value in (outer | numbers).items():
         assert environ[name] == value
-    assert placement.current(environ).hosts_store is False
+    assert launch.current(environ).hosts_store is False
 
 
 def test_the_rank_may_come_from_elsewhere() -> None:

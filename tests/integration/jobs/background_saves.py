@@ -21,7 +21,7 @@ import elaunch
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.training.checkpoint.saver.agent import connected
-from elaunch.wire.saver import StagedShard
+from elaunch.wire.worker import StagedShard
 
 STEPS = (10, 20, 30)
 LONG = 60.0

@@ -11,7 +11,7 @@ from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.latest import decide
 from elaunch.training.checkpoint.session import CheckpointSession
 from elaunch.training.distributed import DistributedContext
-from elaunch.training.launch.info import read
+from elaunch.training.launch import read
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
 from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads

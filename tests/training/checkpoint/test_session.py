@@ -18,7 +18,7 @@ from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_s
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.session import CheckpointSession
-from elaunch.training.launch.info import read
+from elaunch.training.launch import read
 from tests.checkpoint import makers
 from tests.opens import opened_below
 from tests.training.checkpoint.agentrig import SavingAgent

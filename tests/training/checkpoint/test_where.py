@@ -12,7 +12,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import SaveError, UsageError
 from elaunch.training.checkpoint import where
-from elaunch.training.launch.info import Info, read
+from elaunch.training.launch import Info, read
 from tests.training.checkpoint.rig import Job, checkpoints, committed, stages, user_files
 
 Start = Callable[..., Job]

@@ -21,7 +21,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.preempt import agreement
 from elaunch.training.preempt.preempt import PreemptContext
-from elaunch.training.stores import connection, roundstore
+from elaunch.training.stores import roundstore
 from elaunch.wire.progress import PageReader, ProgressPage
 from elaunch.wire.worker import Kind
 from tests.launching import wait_until
@@ -492,7 +492,7 @@ def test_the_rank_that_hosts_the_store_may_leave_at_once(scope: str) -> None:
 def test_a_lost_store_is_told_when_it_matters(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing is pending the script goes on; then the error names the store."""
     monkeypatch.setattr(agreement, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(connection, "OPEN_S", 1.0)
+    monkeypatch.setattr(roundstore, "OPEN_S", 1.0)
     host = StoreHost()
     with ranks(2, host.port, scope) as (rank, _):
         assert rank.preempt.should_preempt() is False
@@ -510,8 +510,8 @@ def test_connections_that_a_firewall_forgot_are_opened_again(
     store: int, scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a word: neither an end nor a reset arrives, only silence."""
-    monkeypatch.setattr(connection, "SLICE_S", 0.2)
-    monkeypatch.setattr(connection, "ANSWER_S", 0.5)
+    monkeypatch.setattr(roundstore, "SLICE_S", 0.2)
+    monkeypatch.setattr(roundstore, "ANSWER_S", 0.5)
     monkeypatch.setattr(roundstore, "GRACE_S", 0.5)
     relay = Relay(store)
     with ranks(2, relay.port, scope) as opened:

@@ -1,4 +1,4 @@
-"""The worker's end of its agent's saver (protocol: elaunch.wire.saver).
+"""The worker's end of its agent's saver (protocol: elaunch.wire.worker).
 
 They are requests on the worker's one connection to its agent, each with a deadline. The shards are
 copied into memory of the agent's, which writes them out, whatever becomes of the worker.
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.env import AGENT_SOCKET
 from elaunch.errors import SaveError
 from elaunch.training.checkpoint.saver.pages import release, touch
-from elaunch.training.launch.placement import Placement
+from elaunch.training.launch import Placement
 from elaunch.wire.local import Received, close_files
-from elaunch.wire.saver import (
+from elaunch.wire.worker import (
     ANSWER_S,
     AT_ONCE,
     CLOSE_S,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elaunch.checkpoint.records import Committed, ShardHeader, Stage
-from elaunch.wire import saver
-from elaunch.wire.saver import StagedShard
+from elaunch.wire import worker
+from elaunch.wire.worker import StagedShard
 
 SHARD = StagedShard(
     stage=Stage(10, 3, "f00"),
@@ -26,8 +26,8 @@ SHARD = StagedShard(
 
 def test_a_part_comes_back_as_it_was() -> None:
     """Through JSON; its size and its end are those of its pieces."""
-    sent = json.loads(json.dumps(saver.shard_to_json(SHARD)))
-    assert saver.shard_from_json(sent) == SHARD
+    sent = json.loads(json.dumps(worker.shard_to_json(SHARD)))
+    assert worker.shard_from_json(sent) == SHARD
     assert (SHARD.size, SHARD.end) == (124, 224)
     assert StagedShard(SHARD.stage, SHARD.header, ()).end == 0
 
@@ -47,17 +47,17 @@ def test_a_part_comes_back_as_it_was() -> None:
 )
 def test_what_is_no_part_is_refused(change: dict[str, Any]) -> None:
     """With ValueError, whatever is wrong."""
-    sent = json.loads(json.dumps(saver.shard_to_json(SHARD)))
+    sent = json.loads(json.dumps(worker.shard_to_json(SHARD)))
     with pytest.raises(ValueError):
-        saver.shard_from_json({**sent, **change})
+        worker.shard_from_json({**sent, **change})
     with pytest.raises(ValueError, match="no part of a checkpoint"):
-        saver.shard_from_json({})
+        worker.shard_from_json({})
 
 
 @pytest.mark.parametrize("place", [Path("/ck/step-00000010.r0"), "memory://x/step-00000010.r0"])
 def test_a_checkpoint_comes_back_as_it_was(place: Path | str) -> None:
     """A directory is a path again, a URL a text."""
     done = Committed("step-00000010.r0", place, 10, 0, "u", {"steps_completed": 10}, 9, "digits")
-    sent = json.loads(json.dumps(saver.committed_to_json(done)))
-    assert saver.committed_from_json(sent) == done
-    assert saver.committed_from_json(saver.committed_to_json(None)) is None
+    sent = json.loads(json.dumps(worker.committed_to_json(done)))
+    assert worker.committed_from_json(sent) == done
+    assert worker.committed_from_json(worker.committed_to_json(None)) is None
