@@ -32,8 +32,8 @@ from elaunch.endings import Exit
 from elaunch.proc import Process
 from elaunch.server import devices, numa, processes, worker
 from elaunch.server.preload import ANNOUNCED, Later, Preloaded, preload
+from elaunch.server.processes import Sweep
 from elaunch.server.stores import Stores
-from elaunch.server.sweep import Sweep
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import Job
 from elaunch.wire.local import LocalChannel, Message, close_files, is_readable

@@ -51,7 +51,7 @@ SAVING = (
     "elaunch.training.checkpoint.context",
     "elaunch.training.checkpoint.load",
     "elaunch.training.checkpoint.save",
-    "elaunch.training.checkpoint.saver.agent",
+    "elaunch.training.checkpoint.saver",
 )
 """What a worker imports that loads and saves."""
 ANNOUNCED: Mapping[int, tuple[str, ...]] = {

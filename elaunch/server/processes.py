@@ -1,4 +1,4 @@
-"""The kernel's side of a process tree: subreaper, parent-death signal, kill.
+"""The kernel's side of a process tree: subreaper, parent-death signal, kill, sweep.
 
 A subreaper is the parent that orphans below it come back to, so whatever a worker starts, however
 it daemonises, stays a descendant of the server and can be found and killed (prctl(2)).
@@ -6,6 +6,10 @@ it daemonises, stays a descendant of the server and can be found and killed (prc
 A process can change what ``ps`` shows of it (:func:`set_title`). A fork can make a call that would
 change this process (:func:`call_in_fork`), and its variables can be read as they are now
 (:func:`environment_of_fork`).
+
+A sweep ends everything below the server: politely for the grace, then by SIGKILL, then it gives up
+by name. A process in uninterruptible sleep cannot be killed; it is reported as a survivor, not
+waited for.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elaunch import proc
 from elaunch.proc import Process
+from elaunch.wire.local import Message
 
 MAX_PID = 1 << 22
 """The largest pid that Linux gives."""
@@ -215,3 +221,58 @@ def set_title(title: str) -> None:
             memory.write(text.ljust(end - start, b"."))
     except (OSError, ValueError, IndexError):  # a sandbox's /proc; the title is cosmetic
         return
+
+
+LOOK_AGAIN = 0.02
+"""Seconds between looks while killing: a process that forks in the same moment is found then."""
+
+
+class Sweep:
+    """One ``sweep`` of the agent; ``step`` it whenever a child ended or ``next_look`` has come.
+
+    ``spared`` returns the pids of those below ``root`` that live on, with all that is below them.
+    """
+
+    def __init__(self, message: Message, root: int, spared: Callable[[], Iterable[int]]) -> None:
+        self._round = message["round"]
+        self._root = root
+        self._spared = spared
+        self._killed: dict[int, str] = {}
+        self._survivors: list[Process] = []
+        now = time.monotonic()
+        self._kill_at = now + message["grace"]
+        self._give_up_at = self._kill_at + message["deadline"]
+        if message["signum"]:
+            for process in self._living():
+                send_signal(process, message["signum"])
+
+    def _living(self) -> list[Process]:
+        return proc.descendants(self._root, exclude=self._spared())
+
+    def next_look(self) -> float:
+        """Return when to step next, on the monotonic clock, if no child ends before."""
+        now = time.monotonic()
+        return self._kill_at if now < self._kill_at else now + LOOK_AGAIN
+
+    def step(self) -> bool:
+        """Kill what is due; True when nothing is left or nothing more can be done."""
+        living = self._living()
+        if not living:
+            # Look twice: a process that forks between two reads hides in one of them.
+            return not self._living()
+        now = time.monotonic()
+        if now < self._kill_at:
+            return False
+        for process in living:
+            if send_signal(process, signal.SIGKILL):
+                self._killed[process.pid] = process.name
+        if now < self._give_up_at:
+            return False
+        self._survivors = living
+        return True
+
+    def outcome(self) -> Message:
+        """Return the ``swept`` message."""
+        survivors = [[process.pid, process.name] for process in self._survivors]
+        killed = [[pid, name] for pid, name in self._killed.items()]
+        return {"op": "swept", "round": self._round, "killed": killed, "survivors": survivors}

@@ -19,7 +19,7 @@ from elaunch import env, proc
 from elaunch.agent.children import Reaper, server_command
 from elaunch.agent.policy import events
 from elaunch.errors import ServerError
-from elaunch.server.sweep import LOOK_AGAIN, Sweep
+from elaunch.server.processes import LOOK_AGAIN, Sweep
 from elaunch.wire.local import LocalChannel, Message
 
 KILL_DEADLINE = 10.0

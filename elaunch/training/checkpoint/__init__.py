@@ -10,16 +10,15 @@ callcontext   what each call works with; one save, as a script requests it
 together      an error of one rank is an error of all
 where         which directory or URL, whose it is, whether all nodes see the same
 collective    one save by all ranks: begin, write, commit
-compare       what has to be equal on all ranks; ``check_same``
 paths         ``store_path``, ``commit``: files that the script, or others' code, writes
 restore       ``restore_path``: files that the script reads itself
 nodecopies    what nodes with a directory each have together
 ddp           ``save_ddp`` and ``load_ddp``: one file for all ranks
 save          ``save``: sharded, by torch.distributed.checkpoint
-handle        what ``save(block=False)`` returns
+handle        when a save is due; what ``save(block=False)`` returns
 load          ``load``
 dcp           the format of torch.distributed.checkpoint
-state         the state of a script as flat leaves, and back
+state         the state of a script as flat leaves, and back; what is equal on all ranks
 saver         the worker's end of its agent's saver, which writes in the background
 ============  ======================================================================================
 """

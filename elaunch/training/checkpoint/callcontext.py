@@ -17,7 +17,7 @@ from elaunch.wire.worker import MARGIN_S
 if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Stage, Storage
     from elaunch.errors import SaveError
-    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+    from elaunch.training.checkpoint.saver import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.train import TrainContext
     from elaunch.wire.progress import ProgressPage

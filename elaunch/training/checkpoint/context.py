@@ -30,17 +30,15 @@ from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.checkpoint import collective, paths, restore
 from elaunch.training.checkpoint.callcontext import LOADS, SECTION, Mode, as_given, at_step
-from elaunch.training.checkpoint.handle import SaveHandle
+from elaunch.training.checkpoint.handle import Busy, Every, SaveHandle, Schedule
 from elaunch.training.checkpoint.restore import Which
-from elaunch.training.checkpoint.saver.schedule import Schedule
 from elaunch.training.checkpoint.session import CheckpointSession
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from elaunch.training.checkpoint.handle import Background, Blocking, Busy, Either, Scheduled
+    from elaunch.training.checkpoint.handle import Background, Blocking, Either, Scheduled
     from elaunch.training.checkpoint.save import SaveCache
-    from elaunch.training.checkpoint.saver.schedule import Every
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -363,7 +361,7 @@ class CheckpointContext:
         ALL ranks call it together. Raises CheckpointError that names the ranks that differ and the
         first key.
         """
-        from elaunch.training.checkpoint import compare
+        from elaunch.training.checkpoint.state import compare
 
         compare.check_same(self._session.distributed, state, timeout)
 

@@ -31,21 +31,21 @@ import torch
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
 from elaunch.checkpoint.writing.assemble import merge_metadata
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
-from elaunch.training.checkpoint import collective, compare
+from elaunch.training.checkpoint import collective
 from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest, metadata_of
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as shardfile
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as writeplan
 from elaunch.training.checkpoint.handle import LONGER_S, Busy, SaveHandle, SaveInFlight, await_saver
-from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
 from elaunch.training.checkpoint.together import together
 from elaunch.wire.worker import StagedShard
 
 if TYPE_CHECKING:
-    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+    from elaunch.training.checkpoint.saver import AgentSaverClient
 
 __all__ = ["SaveCache", "reserve", "save", "wait"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from elaunch.runs.record import SavesRecord
     from elaunch.training.agentlink import AgentLink
-    from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+    from elaunch.training.checkpoint.saver import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.launch import Info
     from elaunch.training.train import TrainContext
@@ -218,7 +218,7 @@ class CheckpointSession:
         saver, lacks = None, NO_AGENT
         count = _counting(self.noted)
         if self.info.launcher == "elaunch":
-            from elaunch.training.checkpoint.saver.agent import connected
+            from elaunch.training.checkpoint.saver import connected
 
             place = str(self.storage.place)
             saver, lacks = connected(self.link, self.distributed.placement, place, owner.round)

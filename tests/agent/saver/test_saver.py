@@ -32,7 +32,7 @@ from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.checkpoint.saver.agent import AgentSaverClient, connected
+from elaunch.training.checkpoint.saver import AgentSaverClient, connected
 from elaunch.wire.control import ask
 from elaunch.wire.progress import ProgressPage
 from elaunch.wire.worker import StagedShard

@@ -32,7 +32,7 @@ from elaunch.config import resolve
 from elaunch.errors import SaveError, StoreUnreachable
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 from elaunch.training.checkpoint.handle import SaveInFlight
-from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+from elaunch.training.checkpoint.saver import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
 from elaunch.wire.worker import Files, StagedShard

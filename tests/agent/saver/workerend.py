@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elaunch.training.agentlink import AgentLink
-from elaunch.training.checkpoint.saver.agent import AgentSaverClient
+from elaunch.training.checkpoint.saver import AgentSaverClient
 from elaunch.wire.progress import ProgressPage
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import elaunch
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.training.checkpoint.saver.agent import connected
+from elaunch.training.checkpoint.saver import connected
 from elaunch.wire.worker import StagedShard
 
 STEPS = (10, 20, 30)

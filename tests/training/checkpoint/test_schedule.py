@@ -13,12 +13,7 @@ from elaunch.errors import ContextError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir
 from elaunch.training.checkpoint.callcontext import SaveRequest
-from elaunch.training.checkpoint.saver.schedule import (
-    FIRST,
-    Schedule,
-    expected_failure,
-    seconds_between,
-)
+from elaunch.training.checkpoint.handle import FIRST, Schedule, expected_failure, seconds_between
 from tests.training.checkpoint.groups import Raised, in_group
 
 

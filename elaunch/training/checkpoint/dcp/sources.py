@@ -26,10 +26,10 @@ from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.checkpoint.writing import manifests
 from elaunch.errors import CheckpointError, DamageError, SaveError
+from elaunch.training.checkpoint import saver
 from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.dcp import metadata
 from elaunch.training.checkpoint.restore import is_foreign
-from elaunch.training.checkpoint.saver import pages
 
 Read = Callable[[str, int, int], memoryview | bytes]
 """Reads of a file, from an offset, so many bytes; fewer at its end."""
@@ -257,7 +257,7 @@ class Source:
         self._open.clear()
         held = list(self._held.values())
         self._held.clear()
-        pages.unmap(held)
+        saver.unmap(held)
 
     def _fill(self, name: str, at: int, target: memoryview) -> int:
         """Read into ``target``; return how many bytes came, 0 at the file's end."""

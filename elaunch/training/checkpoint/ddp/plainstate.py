@@ -31,10 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from elaunch import text
 from elaunch.errors import CheckpointError, SaveError
-from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
-from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
+from elaunch.training.checkpoint.state import compare, kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.digests import differing, digest, split
 from elaunch.training.checkpoint.state.perrank import PerRank
 from elaunch.training.checkpoint.together import guarded

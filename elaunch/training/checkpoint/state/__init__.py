@@ -1,8 +1,9 @@
 """The state of a script as flat leaves, and back.
 
 ``flatten`` walks it under the keys of torch.distributed.checkpoint; ``modules`` and ``optimizers``
-go by the names of parameters, ``perrank`` keeps what each rank has for itself, ``tensors`` and
-``values`` turn leaves into bytes, ``digests`` are what the ranks compare.
+go by the names of parameters, ``perrank`` keeps what each rank has for itself, ``tensors`` are
+turned into bytes, ``kinds`` tell leaves apart, ``compare`` has the ranks send ``digests`` of what
+must be equal.
 """
 
-__all__ = ["digests", "flatten", "kinds", "modules", "optimizers", "perrank", "tensors"]
+__all__ = ["compare", "digests", "flatten", "kinds", "modules", "optimizers", "perrank", "tensors"]

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint import compare
 from elaunch.training.checkpoint.dcp import archives
-from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.flatten import Values, lengths_for
 
 

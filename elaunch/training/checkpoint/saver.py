@@ -6,18 +6,18 @@ copied into memory of the agent's, which writes them out, whatever becomes of th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.env import AGENT_SOCKET
 from elaunch.errors import SaveError
-from elaunch.training.checkpoint.saver.pages import release, touch
 from elaunch.training.launch import Placement
 from elaunch.wire.local import Received, close_files
 from elaunch.wire.worker import (
@@ -36,6 +36,50 @@ from elaunch.wire.worker import (
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Committed, Stage
     from elaunch.training.agentlink import AgentLink
+
+SLICE: Final = 64 << 20
+"""Bytes that are touched in one call, in which no other thread of Python runs."""
+POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+def touch(mapping: mmap.mmap) -> None:
+    """Have the pages of ``mapping`` in place, so that no copy into it waits for them."""
+    size = len(mapping)
+    for at in range(0, size, SLICE):
+        length = min(SLICE, size - at)
+        try:
+            mapping.madvise(POPULATE_WRITE, at, length)
+        except (OSError, ValueError):  # an older kernel
+            view = memoryview(mapping)
+            pages = view[at : at + length : mmap.PAGESIZE]
+            pages[:] = pages.tobytes()
+
+
+def unmap(views: Sequence[memoryview]) -> None:
+    """End views and the mappings that they are of, beside the caller: that takes a while.
+
+    A mapping that somebody still has a part of goes with that part.
+    """
+    mappings = {id(view.obj): view.obj for view in views if isinstance(view.obj, mmap.mmap)}
+    for view in views:
+        release(view)
+
+    def close() -> None:
+        for mapping in mappings.values():
+            with contextlib.suppress(BufferError):
+                mapping.close()
+
+    if mappings:
+        threading.Thread(target=close, name="unmap", daemon=True).start()
+
+
+def release(view: memoryview) -> None:
+    """End a view of memory, unless somebody still has a part of it."""
+    try:
+        view.release()
+    except BufferError:
+        return
+
 
 ADMIT_S: Final = 300.0
 """Seconds for the agent to bring to an end what earlier rounds left in the directory."""
