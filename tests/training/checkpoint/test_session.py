@@ -137,9 +137,9 @@ def test_a_refusal_of_one_agent_is_an_error_of_all(
     """No rank goes on, and waits for the others, where one is refused."""
     script = """
 if rank == 1:
-    from elaunch.training.checkpoint.saver import agent
-    connected = agent.connected
-    agent.connected = lambda *given: connected(*given[:3], given[3] + 7)
+    from elaunch.training.checkpoint import saver
+    connected = saver.connected
+    saver.connected = lambda *given: connected(*given[:3], given[3] + 7)
 say(json.dumps(tried(lambda: store(10))))
 """
     with contextlib.closing(SavingAgent(tmp_path / "agent", tmp_path / "checkpoints", 2)) as agent:
