@@ -194,7 +194,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         seen: what it last read of the job, so that a store that has lost its memory goes on where
             the job was. The Meeting writes it, and ``seq``, which counts what this agent has
             written.
-        courier: the port on which other agents reach this one; 0: none.
+        peer_port: the port on which other agents reach this one; 0: none.
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.checkpoints), or "".
         held: what it has in memory of saves that are not committed, while it has no workers.
@@ -220,7 +220,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     restart: RestartRequest | None = None
     seen: JobSeen | None = None
     seq: Count = 0
-    courier: Port = 0
+    peer_port: Port = field(default=0, name="courier")
     probe: Line = ""
     held: tuple[HeldShards, ...] = ()
     times: NodeTimes | None = None
@@ -238,7 +238,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 class Node(Struct, frozen=True):
     """One node of a round; the rank of a node is its index in ``Plan.nodes``.
 
-    ``courier`` is the port at ``addr`` on which its agent takes other agents' requests; 0: none.
+    ``peer_port`` is the port at ``addr`` on which its agent takes other agents' requests; 0: none.
     """
 
     name: str
@@ -246,7 +246,7 @@ class Node(Struct, frozen=True):
     addr: str
     slots: int
     role: str
-    courier: int = 0
+    peer_port: int = field(default=0, name="courier")
 
 
 class NodeList(Sequence[Node]):
@@ -305,7 +305,7 @@ class NodeList(Sequence[Node]):
 
 
 Column = str | list[str] | tuple[str, int]
-NUMBERS = ("slots", "courier")
+NUMBERS = ("slots", "peer_port")
 """Fields of a node that are numbers; as text in a column."""
 
 

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, ValidationError
+from msgspec import Meta, Struct, ValidationError, field
 from msgspec.structs import replace
 
 from elaunch.errors import StoreError
@@ -91,7 +91,11 @@ class _Columns(Struct, frozen=True, forbid_unknown_fields=True):
     addr: _Column
     slots: _Column
     role: _Column
-    courier: _Column
+    peer_port: _Column = field(name="courier")
+
+
+_SENT: Final = dict(zip(Node.__struct_fields__, Node.__struct_encode_fields__, strict=True))
+"""The key under which each field of a node is sent."""
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
@@ -129,7 +133,7 @@ def encode_nodes(nodes: Sequence[Node]) -> bytes:
     """Return a plan's nodes as bytes for the store; raises as :func:`encode`."""
     if not nodes:
         return b""
-    raw = _json({name: _column(nodes, name) for name in Node.__struct_fields__})
+    raw = _json({sent: _column(nodes, name) for name, sent in _SENT.items()})
     _check_size(raw, MAX_PLAN_BYTES, "this agent")
     return raw
 
@@ -319,7 +323,7 @@ def _nodes(fields: Any, digest: str, sender: str, *, plain: bool = False) -> Seq
             msgspec.convert(_different(columns[name]), kind, strict=False)
         except ValidationError as error:
             problem = str(error).partition(" - at ")[0].replace("`", "")
-            raise _refused(sender, f"its nodes.{name} are no numbers: {problem}") from None
+            raise _refused(sender, f"its nodes.{_SENT[name]} are no numbers: {problem}") from None
     return NodeList(columns, digest) if length(columns["name"]) else ()
 
 

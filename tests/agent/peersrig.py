@@ -63,7 +63,7 @@ def finish(root: Path | str, run_id: str | None) -> None:
 def members(made: list[Peers]) -> dict[str, NodeStatus]:
     """Return what the agents say of themselves between two rounds."""
     return {
-        f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", courier=peers.port)
+        f"a{number}": NodeStatus(f"node{number}", HERE, 0, 1, state="ready", peer_port=peers.port)
         for number, peers in enumerate(made)
     }
 

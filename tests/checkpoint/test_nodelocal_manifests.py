@@ -14,7 +14,7 @@ STAGE = Stage(50, 0, "abc")
 
 
 def node(root: Path, rank: int) -> tuple[Storage, bytes]:
-    """Write and seal one rank's part on its own disk."""
+    """Write one rank's shard, with its manifest, on its own disk."""
     storage = open_storage(root, local=True)
     storage.prepare("digits", True)
     part = ShardHeader(rank, 2, "digits", {"steps_completed": 50})

@@ -38,7 +38,7 @@ def test_a_node_that_dies_before_its_part_is_on_the_disk(
             agents.append(job.start(rank + 1, flags, words, env=loud, method=(), script=script))
     agents[victim].wait_for_line(rf"^saved 1 rank {victim}", DEADLINE)
     survivor = agents[1 - victim]
-    copied = rf"memory has a copy of rank {victim}'s part of step-00000001"
+    copied = rf"memory has a copy of rank {victim}'s shard of step-00000001"
     survivor.wait_for_line(copied, DEADLINE, "stderr")
     assert not list(place.glob("step-*"))
     job.machines.power_off(job.machines[victim + 1])

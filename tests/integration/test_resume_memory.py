@@ -83,7 +83,7 @@ def test_a_node_is_lost_while_a_save_is_written(
     job.flags = ["--checkpoint-replicas=1"]
     elaunch.env["LOGLEVEL"] = "DEBUG"
     agents = [job.start(node, "time=0.01") for node in (0, 1)]
-    copied = "memory has a copy of rank 1's part of step-00000002"
+    copied = "memory has a copy of rank 1's shard of step-00000002"
     agents[0].wait_for_line(copied, checkpointing.DEADLINE, "stderr")
     checkpoint_fault.kill(["node 1"], job.directory)
     wait_until(lambda: any(n["round"] for _, n in job.noted("loaded")), checkpointing.DEADLINE)

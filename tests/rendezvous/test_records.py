@@ -71,7 +71,7 @@ AGENTS = st.builds(
     note=TEXT,
     seen=st.none() | SEEN,
     seq=COUNT,
-    courier=st.integers(0, 65535),
+    peer_port=st.integers(0, 65535),
 )
 NODES = st.builds(Node, SHORT, SHORT, SHORT, st.integers(0, 64), SHORT, st.integers(0, 65535))
 PLANS = st.builds(

@@ -81,7 +81,7 @@ def join(
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),
         facts=facts(settings, context.environ),
-        courier=peers.port,
+        peer_port=peers.port,
         probe=probe,
     )
     publisher = StatusPublisher(

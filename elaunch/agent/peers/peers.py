@@ -1,7 +1,7 @@
 """Requests between the agents of a job's nodes: about checkpoints, shards and files.
 
 Every agent of a job of several nodes has one :class:`Peers`: a port, which its record among the
-members has (``courier`` there and in the plan's nodes), and calls to the others' ports. The
+members has (``peer_port`` there and in the plan's nodes), and calls to the others' ports. The
 messages are in elaunch.agent.peers.messages. Their sender has proved that it belongs to this job:
 its key is made of the secret of --rdzv-secret-file and of the job's incarnation id, which is read
 from the store.
@@ -174,9 +174,10 @@ class Peers:
         if plan is None or not 0 <= node_rank < len(plan.nodes):
             raise Undelivered(f"the round has no node {node_rank}", True)
         node = plan.nodes[node_rank]
-        if not node.courier:
-            raise Undelivered(f"node {node.host} has no courier: is its elaunch as new as this?")
-        return Peer(node.host, node.addr, node.courier)
+        if not node.peer_port:
+            problem = f"node {node.host} has no port for other agents"
+            raise Undelivered(f"{problem}: is its elaunch as new as this?")
+        return Peer(node.host, node.addr, node.peer_port)
 
     def here(self) -> Peer:
         """Return where this agent itself is reached from this machine."""
@@ -389,7 +390,7 @@ def _on_replica(receiver: Receiver, connection: PeerConnection, request: Fields)
     connection.receive_into(room[: shard.end], lambda _: None)
     receiver.replica_came(shard)
     name, rank = shard.stage.final, shard.header.rank
-    log.debug("this node's memory has a copy of rank %d's part of %s", rank, name)
+    log.debug("this node's memory has a copy of rank %d's shard of %s", rank, name)
     return {"ok": True}
 
 

@@ -135,7 +135,7 @@ class _OneSearch:
     ) -> None:
         self._peers = peers
         self._members = {
-            name: Peer(record.host, record.addr, record.courier) for name, record in nodes.items()
+            name: Peer(record.host, record.addr, record.peer_port) for name, record in nodes.items()
         }
         self._targets = targets
         self._reach = reach

@@ -116,7 +116,7 @@ class Save:
         if not late:
             return ""
         return (
-            f"{text.ranks(late)} handed over no part within {SHARD_DEADLINE_S:g} s; every rank "
+            f"{text.ranks(late)} staged no shard within {SHARD_DEADLINE_S:g} s; every rank "
             "has to call save"
         )
 
@@ -166,7 +166,7 @@ class SavesInFlight:
             open_ = [save for save in self.by_stage.values() if not save.done]
             ended = [save for save in open_ if save.missing([rank]) and not save.adopted]
             for save in ended:
-                self.drop(save, f"rank {rank} gave up its part")
+                self.drop(save, f"rank {rank} gave up its shard")
             return ended
 
     def call_off(self, rank: int, stage: Stage) -> list[Save]:
@@ -174,7 +174,7 @@ class SavesInFlight:
         with self.changed:
             save = self.save(stage, 0)
             ended = [] if save.done else [save]
-            self.drop(save, "some rank could not hand over its part")
+            self.drop(save, "some rank could not stage its shard")
             own = self._ranks.get(rank)
             if own is not None:
                 own.unreported = [one for one in own.unreported if one != save.verdict]

@@ -290,7 +290,7 @@ class SaveQueue:
             elif shard.header.copied:
                 del save.shards[rank]
                 name = save.stage.final
-                log.warning("%s: the copy of rank %d's part: %s", name, rank, problem)
+                log.warning("%s: the copy of rank %d's shard: %s", name, rank, problem)
             else:
                 self._saves.drop(save, f"rank {rank}: {problem}")
             commits = self._saves.take_commit(save)

@@ -172,7 +172,7 @@ class Replicas:
             if target is not None and not target.is_dir():
                 log.debug("%s went before its copy was written", shard.stage.final)
             else:
-                which = f"rank {shard.header.rank}'s part of {shard.stage.final}"
+                which = f"rank {shard.header.rank}'s shard of {shard.stage.final}"
                 log.warning("this node's disk has no copy of %s: %s", which, error_text(error))
         finally:
             self._memory.release(segment)
@@ -214,7 +214,7 @@ class Replicas:
                 pieces = [memory[at : at + size] for at, size in extents[path]]
                 made, entry = write_file(scratch, str(number), pieces, pace), wanted[path]
                 if (made.size, made.checksum) != (entry.size, entry.checksum):
-                    raise CheckpointError(f"{path} is not what its rank has sealed")
+                    raise CheckpointError(f"{path} is not what its rank has written")
             if time.monotonic() >= until:
                 raise SaveError("the storage has not taken it in time")
             for number, path in enumerate(lacking):

@@ -254,7 +254,7 @@ class SaverService:
         segment = self._memory.find(name)
         problem = _unfit(connection, shard, segment, self._setup.settings.run_id)
         if problem or segment is None:
-            who = f"rank {connection.rank}'s part of {shard.stage.final}"
+            who = f"rank {connection.rank}'s shard of {shard.stage.final}"
             raise SaveError(f"{who} is refused: {problem}")
         connection.begun = False
         self.shards.keep(name, shard, segment)
@@ -332,7 +332,7 @@ class SaverService:
             if self._is_lacking(shard):
                 self._write(shard, segment)()
         except (CheckpointError, OSError) as error:
-            log.warning("the copy of rank %d's part: %s", shard.header.rank, error)
+            log.warning("the copy of rank %d's shard: %s", shard.header.rank, error)
 
     def _is_lacking(self, shard: StagedShard) -> bool:
         if self._storage.holds(shard.stage.final, shard.stage.uuid):

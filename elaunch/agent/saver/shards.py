@@ -249,7 +249,7 @@ class Shards:
                 left = max(0.1, asking.until - time.monotonic())
                 answers[key] = self._peers.ask_held(node_rank, asking.wanted, left)
         except (SaveError, OSError) as error:
-            log.warning("rank %d's part is read from the disk: %s", asking.rank, error)
+            log.warning("rank %d's shard is read from the disk: %s", asking.rank, error)
         finally:
             self._asking.release()
         return answers[key]
@@ -266,7 +266,7 @@ class Shards:
         try:
             came = self._peers.fetch_shard(node_rank, (step, round_number, rank), into, left)
         except (SaveError, OSError) as error:
-            log.warning("rank %d's part is read from the disk: %s", rank, error)
+            log.warning("rank %d's shard is read from the disk: %s", rank, error)
             came = None
         segment = self._memory.find(name)
         if came is None or segment is None or uuid not in ("", came[0]):

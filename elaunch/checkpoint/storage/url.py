@@ -156,7 +156,7 @@ class ObjectStorage:
         contents = self._manifests(stage.name, names)
         if layout.REMOVED in names or not contents:
             raise SaveError(
-                f"not committed: nothing is in {self.place}/{stage.name}: no rank has sealed"
+                f"not committed: nothing is in {self.place}/{stage.name}: no rank has written"
                 " anything, or the save was given up"
             )
         documents = assemble(stage, contents, extra or {}, time.time())

@@ -242,12 +242,12 @@ def _measured(extra: Mapping[str, Any], now: float) -> dict[str, Any]:
 def _check_ranks(stage: Stage, read: Mapping[int, Manifest]) -> tuple[int, str]:
     """Return (world size, run id) that all manifests agree on; all ranks must be there."""
     if not read:
-        raise SaveError(f"not committed: no rank has sealed its part of {stage.final}")
+        raise SaveError(f"not committed: no rank has written its shard of {stage.final}")
     first = next(iter(read.values()))
     for rank, manifest in read.items():
         if manifest.stage != stage:
             raise SaveError(
-                f"not committed: rank {rank} has sealed {manifest.stage.name}, not {stage.name}"
+                f"not committed: rank {rank} has written {manifest.stage.name}, not {stage.name}"
             )
         for what in ("world_size", "run_id"):
             here, there = getattr(manifest.header, what), getattr(first.header, what)
@@ -258,7 +258,7 @@ def _check_ranks(stage: Stage, read: Mapping[int, Manifest]) -> tuple[int, str]:
                 )
     world_size = first.header.world_size
     if surplus := [rank for rank in read if rank >= world_size]:
-        raise SaveError(f"not committed: rank {surplus[0]} of a world of {world_size} has sealed")
+        raise SaveError(f"not committed: rank {surplus[0]} of a world of {world_size} has written")
     absent = (str(rank) for rank in range(world_size) if rank not in read)
     if missing := list(islice(absent, _MOST)):
         rest = world_size - len(read) - len(missing)

@@ -349,7 +349,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
 
 
 def _node(name: str, record: NodeStatus) -> Node:
-    return Node(name, record.host, record.addr, record.slots, record.role, record.courier)
+    return Node(name, record.host, record.addr, record.slots, record.role, record.peer_port)
 
 
 def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:

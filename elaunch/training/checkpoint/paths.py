@@ -219,7 +219,7 @@ def refuse_unless_chief(rank: int) -> None:
         raise ContextError(
             f"store_path(shard=False) on rank {rank}: only rank 0 may save by itself; put it under "
             "`if ctx.distributed.rank == 0:`, or give shard=True on all ranks, and each writes its "
-            "part"
+            "shard"
         )
 
 

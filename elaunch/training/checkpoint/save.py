@@ -448,7 +448,7 @@ def _give_up(call: CallContext, stage: Stage | None = None) -> None:
     try:
         call.saver.abandon(stage)
     except SaveError as problem:
-        log.warning("rank %d's part of a save cannot be taken back: %s", call.rank, problem)
+        log.warning("rank %d's shard of a save cannot be taken back: %s", call.rank, problem)
 
 
 def _memory(

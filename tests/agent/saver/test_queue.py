@@ -243,7 +243,7 @@ def test_a_disk_that_stays_full_fails_the_save(rig: Rig, room: bool) -> None:
 
 
 def test_a_rank_that_ends_before_it_hands_over(rig: Rig) -> None:
-    """The other one's part is discarded, and it is told whose is missing."""
+    """The other one's shard is discarded, and it is told whose is missing."""
     assert rig.begin(0)
     rig.stage(10, 0)
     rig.queue.leave(1)
@@ -268,7 +268,7 @@ def test_a_rank_that_gives_up(rig: Rig) -> None:
     assert rig.begin(1)
     rig.stage(20, 0)
     rig.queue.abandon(1)
-    with pytest.raises(SaveError, match="rank 1 gave up its part"):
+    with pytest.raises(SaveError, match="rank 1 gave up its shard"):
         rig.queue.wait(0, LONG)
     assert rig.names == ["step-00000010.r0"]
 
@@ -330,7 +330,7 @@ def test_a_part_that_never_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     """Its rank lives, and does not save: whoever waits learns of it."""
     monkeypatch.setattr(inflight, "SHARD_DEADLINE_S", 0.05)
     rig.stage(10, 0)
-    with pytest.raises(SaveError, match="rank 1 handed over no part within"):
+    with pytest.raises(SaveError, match="rank 1 staged no shard within"):
         rig.begin(0)
 
 
@@ -345,7 +345,7 @@ def test_another_node_that_writes_for_long(tmp_path: Path, monkeypatch: pytest.M
     while time.monotonic() < until:
         rig.queue.writing_elsewhere(stage, 1, 2)
         assert not rig.queue.begin(0, True, 0.05)
-    with pytest.raises(SaveError, match="rank 1 handed over no part within 1 s"):
+    with pytest.raises(SaveError, match="rank 1 staged no shard within 1 s"):
         rig.begin(0)
 
 

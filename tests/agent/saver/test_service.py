@@ -1,4 +1,4 @@
-"""Keepers of several nodes: two agents in one process, whose courier is a function call."""
+"""Savers of several nodes: two agents in one process that call each other's functions."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_a_handle_knows_when_another_node_has_the_part(
 
 
 def test_a_save_that_no_round_resumes_from_is_removed(tmp_path: Path) -> None:
-    """One node has left before its part was handed over; the other one still has its own."""
+    """One node has left before its shard was staged; the other one still has its own."""
     agents = pair(tmp_path)
     try:
         workers = [agents[0].worker(0), agents[1].worker(1)]
@@ -537,7 +537,7 @@ def test_another_content_is_said(
     push(disks[0], 10, 1, b"00100009")
     end(*workers)
     disks[0].settle()
-    said = "this node's disk has no copy of rank 1's part of step-00000010.r0: part-1 is not what"
+    said = "this node's disk has no copy of rank 1's shard of step-00000010.r0: part-1 is not what"
     assert said in caplog.text
     assert not (Path(disks[0].place) / "step-00000010.r0" / "part-1").exists()
     assert os.listdir(Path(disks[0].place) / ".stage") == []

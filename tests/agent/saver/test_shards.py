@@ -192,7 +192,7 @@ def test_a_newcomer_asks_each_node_once_for_what_nobody_has(
     assert network.load(0, now) == 0
     assert network.asked == {spare: NODES - 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0's part is read from the disk: the agent of a9 is gone"
+        "rank 0's shard is read from the disk: the agent of a9 is gone"
     ]
 
 

@@ -200,7 +200,7 @@ def test_frozen_nodes_leave_time_for_the_others(
         plan = tell(made)
         port = frozen.getsockname()[1]
         nodes = tuple(
-            structs.replace(node, courier=port) if number in (1, 2, 4) else node
+            structs.replace(node, peer_port=port) if number in (1, 2, 4) else node
             for number, node in enumerate(plan.nodes)
         )
         made[0].on_plan(structs.replace(plan, nodes=nodes), "a0")

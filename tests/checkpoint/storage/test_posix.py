@@ -266,7 +266,7 @@ def test_parts_that_do_not_belong_together(storage: PosixStorage) -> None:
     with pytest.raises(SaveError, match="is gone"):
         storage.commit(at, lambda: None)
     storage.open_stage(at)
-    with pytest.raises(SaveError, match="no rank has sealed"):
+    with pytest.raises(SaveError, match="no rank has written"):
         storage.commit(at, lambda: None)
     storage.write_shard(at, storages.header(1, 3), [])
     with pytest.raises(SaveError, match=r"of rank 0, 2 \(world size 3\)"):
@@ -283,7 +283,7 @@ def test_parts_that_do_not_belong_together(storage: PosixStorage) -> None:
     name = layout.manifest_name(0)
     content = (storage.open_stage(stranger) / name).read_bytes()
     (storage.open_stage(at) / name).write_bytes(content)
-    with pytest.raises(SaveError, match="rank 0 has sealed step-00000120"):
+    with pytest.raises(SaveError, match="rank 0 has written step-00000120"):
         storage.commit(at, lambda: None)
 
 

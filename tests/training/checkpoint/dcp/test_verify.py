@@ -1,4 +1,4 @@
-"""A flipped bit in what this job has sealed: found while it is read, by the rank that reads it."""
+"""A flipped bit in what this job has written: found while it is read, by the rank that reads it."""
 
 from __future__ import annotations
 
