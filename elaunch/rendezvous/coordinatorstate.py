@@ -1,4 +1,4 @@
-"""What the coordinator knows and what follows from it; no method blocks.
+"""The coordinator's state, and what follows from it; no method blocks.
 
 Changes of the members go in, steps come out: a plan to publish, a read of the published one, a
 search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can

@@ -1,4 +1,4 @@
-"""What an agent receives of its rendezvous, and what its membership asks of the store.
+"""Events that an agent receives of its rendezvous, and requests of its membership to the store.
 
 News are posted to the agent by the threads of its Meeting:
 

@@ -1,4 +1,4 @@
-"""What processes take of the machine, measured now.
+"""The use that processes make of the machine, measured now.
 
 A worker's tree is the worker and its descendants, such as the processes of a DataLoader. CPU is in
 percent of one core, between two measurements. Memory is resident memory in bytes; a tree's counts

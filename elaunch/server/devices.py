@@ -1,4 +1,4 @@
-"""What torch knows of the accelerators, asked in a child process: how many, and where they are.
+"""The accelerators as torch knows them, asked in a child process: how many, and where they are.
 
 How many workers ``--nproc-per-node`` means goes by torchrun's rules (torch 2.15,
 ``torch/distributed/run.py``, ``determine_local_world_size``): ``gpu`` and ``xpu`` must be there,

@@ -1,4 +1,4 @@
-"""What every store can do: hold the plan that one agent publishes, and the entries of all members.
+"""The protocol of every store: it holds one agent's plan, and all members' entries.
 
 ==========  ===========================================================  ===========================
 part        who writes                                                   who reads

@@ -1,4 +1,4 @@
-"""What the screens show beside the tree, as lines of text, and the one place that reads it.
+"""The pages beside the tree, as lines of text, and the one place that reads for them.
 
 All methods of :class:`TopReader` but ``now`` may take long, and are called in threads.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a job send each other: allgather, gather, broadcast, barrier.
+"""Collectives of objects between the ranks of a job: allgather, gather, broadcast, barrier.
 
 The names are Determined's. Objects are whatever pickle takes. Those of ranks that are known to be
 of this job are unpickled; of others only what is harmless (elaunch.training.channel).

@@ -1,4 +1,4 @@
-"""What a script reports of its training: metrics, progress, status.
+"""``ctx.train``: a script reports metrics, progress and status of its training.
 
 Every rank reports, and its rows carry its rank and round; with ``chief_only`` rank 0 alone does,
 and a report from another is an error. Metrics go to the run directory (elaunch.training.metrics),

@@ -1,4 +1,4 @@
-"""What processes of one job send each other on one machine, and how two machines connect.
+"""The protocols between processes of one job: on one machine, and between two.
 
 ``local`` is the one wire: messages with descriptors over a Unix stream socket. An agent and its
 server use it (the messages are those of ``elaunch.server``), an agent and the commands

@@ -1,4 +1,4 @@
-"""What a process that was forked from a rank must let go of, so that it cannot be taken for it.
+"""The descriptors that a fork of a rank must let go of, so that it cannot be taken for the rank.
 
 A fork (a DataLoader's worker) has a copy of every descriptor. As long as it holds a connection's,
 the other end does not see that the rank has ended; if it used it, two processes would send at once.

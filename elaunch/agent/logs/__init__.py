@@ -1,4 +1,4 @@
-"""What workers print, from their pipes to files, to the console and to the last lines in memory.
+"""The workers' output, from their pipes to files, the console and the last lines in memory.
 
 One thread, the pump, reads every stream of every worker, so that no worker waits for a slow
 terminal. A round owns its files: a new round may open its own while the old one's are still being

@@ -1,4 +1,4 @@
-"""What the agent can do about an event: the actions that ``decide`` chooses from."""
+"""The actions that ``decide`` chooses from: all that the agent can do about an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to an agent: frozen events, posted by threads into the one queue.
+"""The events that can happen to an agent: frozen, posted by threads into the one queue.
 
 ==================  =======================  ======================================================
 event               posted by                meaning

@@ -1,4 +1,4 @@
-"""What follows a hang: the stacks are taken, then the round ends as by a failure. Pure.
+"""The arms of ``decide`` for a hang: stacks are taken, then the round ends as by a failure. Pure.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the coordinator's plan means for one node: the arms of ``decide`` for it. Pure.
+"""The arms of ``decide`` for the coordinator's plan: its meaning for one node. Pure.
 
 The coordinator decides when a round begins and ends, and what follows it
 (elaunch.rendezvous.decide.decide), also where one node is the whole job. This module decides what

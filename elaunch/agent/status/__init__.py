@@ -1,4 +1,4 @@
-"""What others can see of a running agent, and what it writes down of itself.
+"""The status of a running agent: what others can see of it, and what it writes down.
 
 ``record`` keeps the run's record and puts it on the disk in a thread of its own; ``socket`` answers
 ``elaunch status`` and its like, ``views`` shows commands the stacks and log files of all nodes,

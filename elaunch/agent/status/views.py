@@ -1,4 +1,4 @@
-"""What a command asks of a job's nodes through the agent of one: workers, stacks, log files.
+"""Views of a job's nodes, asked for through the agent of one: workers, stacks, log files.
 
 The command sends the agent of its node one message (elaunch.wire.control) with ``of``, and which
 ``nodes`` it means by node rank, or none for all; the agent asks the others' agents (elaunch.agent

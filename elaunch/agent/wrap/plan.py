@@ -1,4 +1,4 @@
-"""What ``elaunch wrap`` does, decided before anything starts: rank, environment, log files.
+"""The plan of ``elaunch wrap``, made before anything starts: rank, environment, log files.
 
 The launcher's variables are read by elaunch.launchers. Torchrun's variables are set from
 them; the six numbers always, everything else only where it is not set: inside a job of elaunch or

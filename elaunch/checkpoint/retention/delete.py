@@ -1,4 +1,4 @@
-"""Which committed checkpoints are kept, and the removal of the others.
+"""The choice of committed checkpoints that are kept, and the removal of the others.
 
 The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of the
 rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``shelves``), what is

@@ -1,4 +1,4 @@
-"""What a decision depends on, and what it can be.
+"""The view that a decision depends on, and the steps that it can be.
 
 A View is one reading of the job by its coordinator: the plan and the members, with the moments at
 which the coordinator learnt of changes by its own monotonic clock. No other clock plays a part.

@@ -1,4 +1,4 @@
-"""What an answer that is no success means: gRPC's status and etcd's text, in our words.
+"""The meaning of an answer that is no success: gRPC's status and etcd's text, in our words.
 
 ==========  ====================================================  ===============================
 kind        the member                                            what follows

@@ -1,4 +1,4 @@
-"""What TCPStore understands on a connection, and one connection to it with a deadline per read.
+"""TCPStore's wire protocol, and one connection to it with a deadline per read.
 
 =============  ====  ===============================================  ===========================
 request        code  followed by                                      reply

@@ -1,4 +1,4 @@
-"""What a script reports while it trains, in its run directory.
+"""The metrics that a script reports while it trains, in its run directory.
 
 =========================  =======================================================================
 metrics.jsonl              one row in each line: ``group``, ``steps_completed``, ``round``,

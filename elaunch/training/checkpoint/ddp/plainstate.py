@@ -1,4 +1,4 @@
-"""What ``save_ddp`` makes of a state: plain values for torch.save, and what ranks have to agree on.
+"""A state as plain values for ``save_ddp``'s torch.save, and what the ranks have to agree on of it.
 
 =============================  =====================================================================
 in the state                   compared between the ranks

@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks, compared by digests.
+"""The comparison, by digests, of what has to be the same on all ranks.
 
 torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and reports
 nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal

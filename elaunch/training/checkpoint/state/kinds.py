@@ -1,4 +1,4 @@
-"""What kind of thing a value of a state is: whether it is walked through, changed, or replaced."""
+"""The kinds of values in a state: walked through, changed in place, or replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank keeps for itself: random states, the position in its data.
+"""Values that each rank keeps for itself: random states, the position in its data.
 
 A value that all ranks save under one key is stored once. ``PerRank`` marks what is not the same on
 all of them: each rank's is stored, under ``key.rank-00003``, and each gets its own back. With
