@@ -311,11 +311,11 @@ def import_(file: Path, directory: str, step: int, run_id: str | None, trust: bo
 
     A run that is started with --rdzv-id resumes only from its own checkpoints: give that id.
     """
-    from elaunch.checkpoint.search.locations import parse_place
+    from elaunch.checkpoint.search.locations import parse_location
     from elaunch.training.checkpoint.dcp.convert import import_file
 
     try:
-        place = parse_place(directory)
+        place = parse_location(directory)
     except ValueError as error:
         raise UsageError(f"{directory!r} {error}") from None
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elaunch.checkpoint.records import Checkpoint
 from elaunch.checkpoint.retention.rule import Keep
-from elaunch.checkpoint.search.locations import broken_link, has_placeholder, parse_place
+from elaunch.checkpoint.search.locations import broken_link, has_placeholder, parse_location
 from elaunch.config import files
 from elaunch.config.flags.flag import Answers
 from elaunch.errors import CheckpointError, UsageError
@@ -47,7 +47,7 @@ def place(answers: Answers, start: Path, args: tuple[str, ...]) -> Path | str | 
         _needless(answers, args)
         return None
     try:
-        found = parse_place(raw, start)
+        found = parse_location(raw, start)
     except ValueError as error:
         why, _, fix = str(error).partition("; ")
         raise answers.fault("checkpoint-dir", why, fix) from None
@@ -73,7 +73,7 @@ def init_from(answers: Answers, start: Path) -> Checkpoint | None:
     from elaunch.checkpoint.search.elsewhere import find_at  # 28 modules
 
     try:
-        found = find_at(parse_place(raw, start), content=False)
+        found = find_at(parse_location(raw, start), content=False)
     except (ValueError, CheckpointError) as error:
         raise answers.fault("init-from", f"cannot be begun from: {error}") from None
     return dataclasses.replace(found, step=0)

@@ -29,7 +29,7 @@ from pathlib import Path
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp
 from elaunch.checkpoint.records import Location
-from elaunch.checkpoint.search.locations import default_place, parse_place, without_slash
+from elaunch.checkpoint.search.locations import default_location, parse_location, without_slash
 from elaunch.config import files
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
@@ -136,7 +136,7 @@ def _no_such(there: Listing, name: str) -> str:
 
 def _of_url(words: str) -> Target:
     try:
-        place = parse_place(words)
+        place = parse_location(words)
     except ValueError as error:
         raise UsageError(f"{words!r} {error}") from None
     if isinstance(place, str):
@@ -164,7 +164,7 @@ def _run(words: str, environ: Mapping[str, str]) -> Target:
     if directory is not None:
         place: Location = directory if "://" in directory else Path(directory)
         return Target(place, record["checkpoint_glob"])
-    default = default_place(record["run_id"], environ)
+    default = default_location(record["run_id"], environ)
     if default is not None and default.is_dir():
         return Target(default)
     raise UsageError(

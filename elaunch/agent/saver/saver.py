@@ -254,7 +254,7 @@ class AgentSaver:
 
 def _refusal(request: Message, round_: Round | None) -> str:
     if request.get("op") != "checkpoint":
-        return "a worker names the place of its checkpoints before all else"
+        return "a worker names the location of its checkpoints before all else"
     numbers = [request.get(name) for name in ("round", "rank", "local_rank")]
     if any(type(number) is not int for number in numbers) or type(request.get("place")) is not str:
         return "checkpoint needs the numbers 'round', 'rank', 'local_rank', and a 'place'"

@@ -40,7 +40,7 @@ def find_at(place: Location, content: bool = True) -> Checkpoint:
     """Return the checkpoint that is at ``place``, or the newest complete one in it.
 
     ``content``: read the files of elaunch's own layout, and not only compare their sizes. Raises
-    CheckpointError, with place and reason: nothing is there, or nothing complete.
+    CheckpointError, with location and reason: nothing is there, or nothing complete.
     """
     if isinstance(place, str):
         return _at_url(place, content)
@@ -63,9 +63,9 @@ def find_at(place: Location, content: bool = True) -> Checkpoint:
 
 
 def committed_at(found: Checkpoint) -> tuple[Location | None, Committed]:
-    """Return a checkpoint as what was committed, and the place that it is in.
+    """Return a checkpoint as what was committed, and the location that it is in.
 
-    The place is None for one of another format, of which no more is known than its path.
+    The location is None for one of another format, of which no more is known than its path.
     """
     if found.format != own.FORMAT:
         name = str(found.path).rstrip("/").rpartition("/")[2]

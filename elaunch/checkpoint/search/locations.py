@@ -10,7 +10,7 @@ anything else                   a directory; ``~`` is the home, a relative one s
 
 A URL that ends with its ``://`` is refused: it is what is left of ``s3://$BUCKET/run`` where the
 variable is not set, and it names no bucket. Without any text a run's checkpoints are beside its
-record (``default_place``).
+record (``default_location``).
 
 ``--checkpoint-glob`` is a pattern. ``*``, ``?`` and ``[…]`` match within one name, ``**`` matches
 any number of directories. Compared with the standard library's: ``**`` never follows a symbolic
@@ -55,7 +55,7 @@ from elaunch.errors import UsageError
 from elaunch.runs.statedir import file_name, state_root
 
 
-def default_place(run_id: str, environ: Mapping[str, str]) -> Path | None:
+def default_location(run_id: str, environ: Mapping[str, str]) -> Path | None:
     """Return ``$XDG_STATE_HOME/elaunch/<run id>/checkpoints``; None for a user without a home."""
     runs = state_root(environ)
     if runs is None:
@@ -72,7 +72,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 _FILES = ("file", "local")
 
 
-def parse_place(text: str, start: Path | None = None) -> Location:
+def parse_location(text: str, start: Path | None = None) -> Location:
     """Return an absolute directory, or the text of a URL.
 
     Args:
@@ -109,7 +109,7 @@ def without_slash(url: str) -> str:
 
 
 def is_within(place: str, root: Location) -> bool:
-    """Return whether a place is below ``root``, wherever links on the way lead.
+    """Return whether a location is below ``root``, wherever links on the way lead.
 
     A relative one starts from ``root``; a directory is not below a URL, nor the other way round.
     """

@@ -5,7 +5,7 @@ step of a save    who does what
 ================  ================================================================================
 ``prepare``       one process, once per job: the directory and ``run.json``
 ``lock``          the process that decides here holds it while the job lives
-``open_stage``    every writer: the place for its files
+``open_stage``    every writer: the directory for its files
 ``write_shard``    every rank, or its agent for it: its files, fsync, its manifest
 ``write_manifest``    the same for files that a script has written itself
 ``commit``        one process, when all manifests are there: checks, fence, COMMIT, rename

@@ -138,7 +138,7 @@ def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool)
     from elaunch.checkpoint.storage.storage import open_storage
     from elaunch.training.checkpoint import where
 
-    place, _ = where.place_of(info, run_id, os.environ)
+    place, _ = where.location_of(info, run_id, os.environ)
     local = where.is_local(info, os.environ)
     if distributed.rank != 0 and not local:
         return Decided()
@@ -154,9 +154,9 @@ def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool)
 
 
 def _is_there(run_id: str, environ: Mapping[str, str]) -> bool:
-    """Whether there may be checkpoints; what else is wrong with the place is for others to say."""
-    from elaunch.checkpoint.search.locations import default_place
+    """Whether there may be checkpoints; others say what else is wrong with it."""
+    from elaunch.checkpoint.search.locations import default_location
 
     given = environ.get(env.CHECKPOINT_DIR, "")
-    place = Path(given) if given else default_place(run_id, environ)
+    place = Path(given) if given else default_location(run_id, environ)
     return "://" in given or (place is not None and place.is_dir())

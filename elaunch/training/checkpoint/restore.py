@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import delete
 from elaunch.checkpoint.search import elsewhere
-from elaunch.checkpoint.search.locations import parse_place, without_slash
+from elaunch.checkpoint.search.locations import parse_location, without_slash
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import (
     CheckpointError,
@@ -68,7 +68,7 @@ def named(storage: Storage, which: Which) -> str:
     if os.sep not in text and (isinstance(which, str) or not os.path.lexists(text)):
         return text
     try:
-        place = parse_place(text)
+        place = parse_location(text)
     except ValueError as error:
         raise ContextError(f"{text!r} {error}") from None
     above, name = elsewhere.parent_of(place)
@@ -96,7 +96,7 @@ def find(storage: Storage, which: Which, anywhere: bool = False) -> Committed:
         return storage.find(name)
     if not anywhere:
         raise CheckpointError(f"{name} is no checkpoint of {storage.place}: give one that is there")
-    return elsewhere.committed_at(elsewhere.find_at(parse_place(name), content=False))[1]
+    return elsewhere.committed_at(elsewhere.find_at(parse_location(name), content=False))[1]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _put_aside(
 
 def _place(source: str | os.PathLike[str]) -> Location:
     try:
-        return parse_place(os.fspath(source))
+        return parse_location(os.fspath(source))
     except (TypeError, ValueError) as error:
         raise ContextError(f"source={source!r}: {error}") from None
 
@@ -336,7 +336,7 @@ def opened(call: CallContext, found: Committed, timeout: float | None, what: str
 def _named(call: CallContext, name: str) -> tuple[Location | None, Committed]:
     """Return a checkpoint, verified, and where it is if that is not this run's place."""
     if os.sep in name:
-        return elsewhere.committed_at(elsewhere.find_at(parse_place(name)))
+        return elsewhere.committed_at(elsewhere.find_at(parse_location(name)))
     pending = call.known.pending
     if pending is not None and name in (pending.name, pending.uuid):
         return None, pending

@@ -92,7 +92,7 @@ class CheckpointSession:
         """The directory or URL, opened; nothing in it is touched by that."""
         if self._storage is None:
             self._storage = open_storage(
-                where.place_of(self.info, self.run_id, os.environ)[0], self.local
+                where.location_of(self.info, self.run_id, os.environ)[0], self.local
             )
         return self._storage
 
@@ -190,7 +190,7 @@ class CheckpointSession:
 
     def _take(self) -> DirectoryOwner:
         """Make the directory ready, lock it where no agent does, and return whose it is."""
-        place, chosen = where.place_of(self.info, self.run_id, os.environ)
+        place, chosen = where.location_of(self.info, self.run_id, os.environ)
         if self.distributed.rank == 0:
             where.print_default(place, chosen)
         if not chosen:

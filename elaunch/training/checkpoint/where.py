@@ -38,7 +38,7 @@ from elaunch import env
 from elaunch.checkpoint import layout, probe
 from elaunch.checkpoint.retention import delete
 from elaunch.checkpoint.retention.delete import Keep
-from elaunch.checkpoint.search.locations import default_place, parse_place
+from elaunch.checkpoint.search.locations import default_location, parse_location
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
@@ -65,7 +65,7 @@ class DirectoryOwner:
     round: int
 
 
-def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Location, bool]:
+def location_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Location, bool]:
     """Return the directory or URL, and whether a person has chosen it.
 
     Raises UsageError where there is none: no variable and no home, or a variable that names none.
@@ -73,10 +73,10 @@ def place_of(info: Info, run_id: str, environ: Mapping[str, str]) -> tuple[Locat
     given = environ.get(env.CHECKPOINT_DIR, "")
     if given:
         try:
-            return parse_place(given), True
+            return parse_location(given), True
         except ValueError as error:
             raise UsageError(f"{env.CHECKPOINT_DIR}={given!r} {error}") from None
-    found = default_place(run_id or info.run_id or "", environ)
+    found = default_location(run_id or info.run_id or "", environ)
     if found is None:
         raise UsageError(
             "there is no directory for checkpoints: this user has no home; give --checkpoint-dir "

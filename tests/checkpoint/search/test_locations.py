@@ -17,7 +17,7 @@ from elaunch.checkpoint.search.locations import (
     find,
     has_placeholder,
     is_within,
-    parse_place,
+    parse_location,
     without_slash,
 )
 from elaunch.errors import UsageError
@@ -41,7 +41,7 @@ from elaunch.errors import UsageError
 )
 def test_a_place(text: str, place: Path | str) -> None:
     """URLs stay as they are, but for those of files."""
-    assert parse_place(text, Path("/start")) == place
+    assert parse_location(text, Path("/start")) == place
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_place(text: str, place: Path | str) -> None:
 def test_what_a_variable_that_is_not_set_leaves(text: str, told: str) -> None:
     """No directory is made of it."""
     with pytest.raises(ValueError, match=told):
-        parse_place(text)
+        parse_location(text)
 
 
 def test_slashes_at_the_end() -> None:

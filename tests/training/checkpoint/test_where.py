@@ -27,22 +27,22 @@ def info(**environ: str) -> Info:
 def test_the_place() -> None:
     """A variable, a URL in it, else below the state directory; said which."""
     alone = info()
-    assert where.place_of(alone, "a b", {"XDG_STATE_HOME": "/s"}) == (
+    assert where.location_of(alone, "a b", {"XDG_STATE_HOME": "/s"}) == (
         Path("/s/elaunch/a%20b/checkpoints"),
         False,
     )
     given = {"ELAUNCH_CHECKPOINT_DIR": "/c", "XDG_STATE_HOME": "/s"}
-    assert where.place_of(alone, "x", given) == (Path("/c"), True)
+    assert where.location_of(alone, "x", given) == (Path("/c"), True)
     at_url = {"ELAUNCH_CHECKPOINT_DIR": "memory://c/d"}
-    assert where.place_of(alone, "x", at_url) == ("memory://c/d", True)
+    assert where.location_of(alone, "x", at_url) == ("memory://c/d", True)
     as_file = {"ELAUNCH_CHECKPOINT_DIR": "file:///c%20d"}
-    assert where.place_of(alone, "x", as_file) == (Path("/c d"), True)
-    relative, _ = where.place_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "c"})
+    assert where.location_of(alone, "x", as_file) == (Path("/c d"), True)
+    relative, _ = where.location_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "c"})
     assert relative == Path.cwd() / "c"
     with pytest.raises(UsageError, match=r"ELAUNCH_CHECKPOINT_DIR='s3://' is a URL without a buck"):
-        where.place_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "s3://"})
+        where.location_of(alone, "x", {"ELAUNCH_CHECKPOINT_DIR": "s3://"})
     # The directory of all runs is not one run's.
-    runs, _ = where.place_of(alone, "runs", {"XDG_STATE_HOME": "/s"})
+    runs, _ = where.location_of(alone, "runs", {"XDG_STATE_HOME": "/s"})
     assert runs == Path("/s/elaunch/runs.run/checkpoints")
 
 
@@ -281,7 +281,7 @@ def test_a_url(start: Start, tmp_path: Path) -> None:
     """Through fsspec, which cannot rename: all ranks store, one of each node fetches for them."""
     script = """
 import elaunch.training.checkpoint.where as where
-where.parse_place = lambda text: text  # not as the path that it stands for
+where.parse_location = lambda text: text  # not as the path that it stands for
 store(10, {f"{rank}": str(rank), "same": "same"})
 refused = [tried(lambda: store(20, {"x": str(rank)}))]
 refused += [tried(lambda: store(20, metadata={"k": rank}))]
