@@ -121,7 +121,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 # what a program imports in the place of torch's: they alone may import torch.
 TORCH_ALLOWED = (
     *("elaunch.server", "elaunch.store.tcp.client", "elaunch.training"),
-    *("elaunch.torchrun.api", "elaunch.torchrun.outcome"),
+    *("elaunch.torchrun.api", "elaunch.torchrun.agentprocess"),
 )
 
 BLOCKS = (

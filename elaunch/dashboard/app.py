@@ -43,9 +43,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elaunch.dashboard.feed import Feed, encoded
+from elaunch.dashboard.feed import Feed, encoded, follow, parse_older, parse_round
 from elaunch.dashboard.guard import CONTROL
-from elaunch.dashboard.logfeed import follow, parse_older, parse_round
 from elaunch.errors import ElaunchError
 from elaunch.monitor import card, checkpointtarget, nodeviews
 from elaunch.monitor.checkpointview import document

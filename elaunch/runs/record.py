@@ -205,7 +205,7 @@ class SlowestRecord(TypedDict):
 
 
 class LoaderRecord(TypedDict):
-    """The processes of DataLoaders on this node (elaunch.agent.hangs.loaders).
+    """The processes of DataLoaders on this node (elaunch.agent.hangs.processes).
 
     ``processes``: the most that one worker has had; ``seconds``: for which all of them were watched
     together; ``busy``: the share of that in which they computed; ``cpus`` for each worker.

@@ -26,9 +26,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher import api
 
-from elaunch.torchrun.agentprocess import run_agent
+from elaunch.torchrun.agentprocess import check, run_agent
 from elaunch.torchrun.calls import run_function
-from elaunch.torchrun.outcome import check
 
 TORCHS_TIMEOUT = 900
 TORCHS_INTERVAL = 0.1

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import did_you_mean, signals
 from elaunch.env import HANDLED_SIGNALS
+from elaunch.torchrun.agentprocess import check
 from elaunch.torchrun.calls import FORK, of_no_file, pickled, run_function
-from elaunch.torchrun.outcome import check
 
 _HANDLED = signals(HANDLED_SIGNALS)
 _OTHERS = ("file", "module", "no-python", "run-path", "detach", "dry-run", "exit-codes")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
-from elaunch.agent.hangs import collectives, hindrance, scene, stacks
-from elaunch.agent.hangs.activity import WorkerActivity
+from elaunch.agent.hangs import collectives, processes, scene, stacks
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.judge import (
     LEAST,
@@ -35,7 +34,7 @@ from elaunch.agent.hangs.judge import (
     limit,
 )
 from elaunch.agent.hangs.lateness import Lateness
-from elaunch.agent.hangs.loaders import LoaderActivity
+from elaunch.agent.hangs.processes import LoaderActivity, WorkerActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
 from elaunch.agent.hangs.scene import Scene
@@ -281,7 +280,7 @@ class HangWatch:
         )
         self._lock = threading.Lock()
         self._debugged: set[int] = set()
-        self._hindered = hindrance.count()
+        self._hindered = processes.hindrances()
         news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
         self._loaders = LoaderActivity()
         self._lateness = Lateness(self._seen, self._why, news)
@@ -335,7 +334,7 @@ class HangWatch:
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start."""
         self._recorders.begin(begun)
-        self._hindered = hindrance.count()
+        self._hindered = processes.hindrances()
         self._lateness.begin()
         self._begun, self._ask_again, self._silent, self._waiting = begun, 0.0, 0, {}
         self._progress.begin(begun.first_rank)
@@ -390,7 +389,7 @@ class HangWatch:
 
     def _why(self, rank: int) -> str:
         _, pid = self._progress.workers().get(rank, (0, 0))
-        return hindrance.count().since(self._hindered, pid)
+        return processes.hindrances().since(self._hindered, pid)
 
     def lateness(self, ask: bool) -> LatenessRecord | None:
         """Return which rank comes last to the collectives; any thread may ``ask`` the workers."""
