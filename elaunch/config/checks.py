@@ -218,6 +218,20 @@ def hosting(answers: Answers, meet: RendezvousSettings) -> None:
             raise answers.fault(flag, what, "take another port on all nodes", "E-PORT-IN-USE")
 
 
+def servers(answers: Answers, alone: bool) -> None:
+    """Check that the agent can have the ports on which it is asked to answer.
+
+    Of several nodes only the one that is node 0 in the first round serves pages: it takes any free
+    port where it cannot have that one.
+    """
+    for flag in ("metrics-port", "dashboard") if alone else ("metrics-port",):
+        host, port = answers[flag] or ("", None)
+        why = endpoints.why_not_served(host, port) if port else None
+        if why:
+            reason, remedy, code = why
+            raise answers.fault(flag, reason, remedy, code)
+
+
 def refused(answers: Answers) -> None:
     """Refuse by name what elaunch does not do."""
     if answers["logs-specs"] not in (None, DEFAULT_LOGS_SPECS):

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from elaunch import hosts
 from elaunch.config import values
+from elaunch.text import one_line
 
 # Addresses for documentation, never anybody's: the route to them is the default route.
 _EVERYWHERE = ("192.0.2.1", "2001:db8::1")
@@ -203,6 +204,28 @@ def own_addresses() -> Iterator[str]:
             yield found
 
 
+def why_not_served(host: str, port: int) -> tuple[str, str, str] | None:
+    """Return why no server of this machine's can listen there: reason, remedy, code; None if one
+    can.
+
+    The reason is the end of a sentence that begins with the endpoint. It is asked before
+    :func:`socket.create_server`, for the first address of the host.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):  # a UnicodeError: it can be no name at all
+        remedy = "name this machine, or give one of its addresses"
+        return "does not resolve to an address", remedy, "E-HOST-NAME"
+    problem = _problem(family, str(address[0]), port)
+    if problem == errno.EADDRNOTAVAIL:
+        remedy = "127.0.0.1 is for this machine alone, 0.0.0.0 for all that reach it"
+        return "is not an address of this machine", remedy, ""
+    why = _reason(problem, port)
+    if why is None:
+        return None
+    return f"cannot be used: port {port} {why}", "take another port", "E-PORT-IN-USE"
+
+
 def why_not_free(host: str, port: int) -> str | None:
     """Return why nothing can listen on ``port`` of this machine's ``host``, or None if one can.
 
@@ -253,7 +276,7 @@ def _holder(port: int) -> str:
     pid = _holder_pid(port)
     if pid is None:
         return " by a process that this user cannot see"
-    line = " ".join(_command(pid))
+    line = one_line(" ".join(_command(pid)))
     shown = line[:57] + "..." if len(line) > 60 else line
     return f" by process {pid} ({shown})" if line else f" by process {pid}"
 

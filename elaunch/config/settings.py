@@ -153,6 +153,7 @@ def resolve(
     remarks = [] if meet else checks.master(answers, meeting)
     if meet:
         checks.hosting(answers, meet)
+    checks.servers(answers, alone=meet is None)
     remarks += checks.remarks(answers, chosen, meeting, alone=meet is None, environ=environ)
     return Settings(
         **{

@@ -7,18 +7,18 @@ It listens on loopback. At any other address it asks for a token, which is drawn
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import secrets
 import socket
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+from elaunch.config.endpoints import why_not_served
 from elaunch.dashboard.guard import Guard
 from elaunch.errors import RunDirError, UsageError
 from elaunch.runs.directory import RunDir
@@ -107,22 +107,18 @@ def _own_names(host: str) -> frozenset[str]:
 
 
 def _listen(place: Place) -> socket.socket:
+    port = PORT if place.port is None else place.port
     try:
-        found = socket.getaddrinfo(place.host, place.port or PORT, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"--host {place.host}: {error.strerror}") from None
-    family, _, _, _, address = found[0]
-    host = str(address[0])
-    try:
-        return socket.create_server(
-            (host, PORT if place.port is None else place.port), family=family
-        )
-    except OSError as error:
-        if place.port is not None or error.errno != errno.EADDRINUSE:
-            reason = os.strerror(error.errno or errno.EINVAL)
-            where = host_port(host, PORT if place.port is None else place.port)
-            raise UsageError(f"cannot listen on {where}: {reason}") from None
-    return socket.create_server((host, 0), family=family)
+        found = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server((str(address[0]), port), family=family)
+    except (OSError, UnicodeError) as error:
+        again = (f"port {port} cannot be used: {error}", "try again", "E-PORT-IN-USE")
+        reason, remedy, code = why_not_served(place.host, port) or again
+    if place.port is None and code == "E-PORT-IN-USE":
+        return _listen(replace(place, port=0))
+    flags = f"--host {place.host}" + (f" --port {port}" if place.port else "")
+    raise UsageError(f"{flags}: {reason}; {remedy}", code=code)
 
 
 def kept_token(environ: Mapping[str, str]) -> str:

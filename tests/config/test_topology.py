@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -89,12 +90,37 @@ def test_an_address_alone_is_honoured(job: Job) -> None:
 
 def test_a_port_in_use_names_its_holder(job: Job, taken: int) -> None:
     """The test itself holds it here."""
-    import os
-
     message = job.error(PORT_IN_USE.format(port=taken))
     assert f"--master-port: '{taken}' is in use by process {os.getpid()}" in message
     message = job.error(f"--rdzv-endpoint localhost:{taken} train.py")
     assert f"port {taken} is in use by process {os.getpid()}" in message
+
+
+@pytest.mark.parametrize("flag", ["--metrics-port", "--dashboard"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no.such.host.invalid:80", "does not resolve to an address; name this machine, or give"),
+        ("192.0.2.1:9100", "is not an address of this machine; 127.0.0.1 is for this machine"),
+        ("127.0.0.1:99999", "has the port '99999', which is not a number from 0 to 65535"),
+        ("127.0.0.1:{taken}", "cannot be used: port {taken} is in use by process {pid} ("),
+    ],
+)
+def test_a_place_where_nobody_can_answer_is_refused(
+    job: Job, flag: str, place: str, reason: str, taken: int
+) -> None:
+    """Before anything starts; a free one, or any port, is taken."""
+    place, reason = (text.format(taken=taken, pid=os.getpid()) for text in (place, reason))
+    assert f"{flag}: {place!r} {reason}" in job.error(f"{flag}={place} train.py")
+
+
+def test_free_ports_are_taken(job: Job, free: int) -> None:
+    """Of several nodes only one serves pages, and it is not known yet which."""
+    found = job.settings(f"--dashboard --metrics-port {free} train.py")
+    assert (found.dashboard, found.metrics_port) == (("127.0.0.1", None), ("127.0.0.1", free))
+    nodes = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29400"
+    found = job.settings(f"{nodes} --dashboard=192.0.2.1:80 train.py")
+    assert found.dashboard == ("192.0.2.1", 80)
 
 
 def test_a_free_port_is_free(free: int) -> None:

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -130,16 +131,21 @@ def test_the_token_is_kept_to_the_user(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--host", "no.such.name.invalid"], "--host no.such.name.invalid: "),
-        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8642: "),
+        (["--host", "no.such.name.invalid"], "--host no.such.name.invalid: does not resolve"),
+        (["--host", "no..name"], "--host no..name: does not resolve"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: is not an address of this machine; "),
+        (["--port", "{taken}"], "--port {taken}: cannot be used: port {taken} is in use by"),
+        (["--port", "99999"], "99999 is not in the range 0<=x<=65535"),
         (["nosuchrun"], "there is no run 'nosuchrun'"),
     ],
 )
 def test_what_cannot_be_served(elaunch: Launcher, flags: list[str], message: str) -> None:
     """One line, and exit code 2."""
-    done = elaunch.run(["dashboard", *flags])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = elaunch.run(["dashboard", *(flag.format(taken=port) for flag in flags)])
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert message.format(taken=port) in done.stderr
 
 
 def test_without_the_extra_it_says_what_to_install(elaunch: Launcher) -> None:

@@ -28,7 +28,6 @@ import errno
 import io
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -218,6 +217,4 @@ def _reason(error: OSError | OverflowError) -> str:
         return "this user may not open ports below 1024; choose a higher one"
     if isinstance(error, OverflowError):
         return "a port is a number from 0 to 65535"
-    if isinstance(error, socket.gaierror):
-        return f"the host is not known: {error.strerror}"
-    return f"the port cannot be opened: {os.strerror(number or 0)}"
+    return f"the port cannot be opened: {error.strerror}"

@@ -2,8 +2,8 @@
 
 It is a process of its own, in a session of its own, so that pages neither cost the agent memory nor
 hold it up; it ends with the agent, however that ends (elaunch.agent.children). Of several nodes
-the one that is node 0 in the first round that it takes part in has it. A port that is taken is
-replaced by a free one. A server that ends is started again, RESTARTS times.
+the one that is node 0 in the first round that it takes part in has it, on a free port if it cannot
+have the one that it was given. A server that ends is started again, RESTARTS times.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class WebPages:
                 why = f"cannot be started: {error.strerror}"
             if self._closing.is_set():
                 break
+            again = number < (RESTARTS if self.address else 1)
             if not self.address:
                 self._port = 0  # where it could not listen
-            again = number < RESTARTS
             log.warning(
                 "--dashboard: the server has ended: %s%s", why, "" if again else "; it stays away"
             )

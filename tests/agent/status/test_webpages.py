@@ -16,7 +16,7 @@ import pytest
 from elaunch import proc
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
-from tests.launching import Launcher, wait_until
+from tests.launching import Launcher, free_port, wait_until
 
 FLAGS = ("--run-id", "job", "--max-restarts", "1")
 
@@ -32,11 +32,9 @@ def healthy(address: str) -> bool:
 
 @pytest.mark.slow
 def test_pages_are_served_for_as_long_as_the_run_lasts(elaunch: Launcher) -> None:
-    """Printed once; a port that is taken is replaced; the server dies with the agent."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flag = f"--dashboard=127.0.0.1:{taken.getsockname()[1]}"
-        job = elaunch.start(act(SPAWN, "say=up", "wait", flags=[*FLAGS, flag]))
-        line = job.wait_for_line(r"dashboard: http://\S+#/run/job", stream="stderr")[0]
+    """Printed once; the server dies with the agent."""
+    job = elaunch.start(act(SPAWN, "say=up", "wait", flags=[*FLAGS, "--dashboard"]))
+    line = job.wait_for_line(r"dashboard: http://\S+#/run/job", stream="stderr")[0]
     wait_for_workers(job)
     address = re.findall(r"http://\S+", line)[0]
     assert healthy(address) and urlsplit(address).port is not None
@@ -49,6 +47,24 @@ def test_pages_are_served_for_as_long_as_the_run_lasts(elaunch: Launcher) -> Non
     job.process.kill()
     job.wait()
     wait_until(lambda: not healthy(address), what="the server ends with its agent")
+
+
+@pytest.mark.slow
+def test_of_several_nodes_a_port_that_is_taken_is_replaced(elaunch: Launcher) -> None:
+    """Which node serves is known when the first round begins; an address of another is not tried
+    again and again."""
+    meet = "--nnodes=1:2 --rdzv-conf=settle=0 --rdzv-id=job --rdzv-backend=c10d".split()
+    meet += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = [*meet, f"--dashboard=127.0.0.1:{taken.getsockname()[1]}"]
+        job = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+        job.wait_for_line(r"--dashboard: .* is in use by process", stream="stderr")
+        line = job.wait_for_line(r"dashboard: http://\S+#/run/\S+", stream="stderr")[0]
+    assert healthy(re.findall(r"http://\S+", line)[0])
+    flags = [*meet[:-1], f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--dashboard=192.0.2.1:80"]
+    job = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    job.wait_for_line("is not an address of this machine.*; it stays away", stream="stderr")
+    assert job.output("stderr").count("--dashboard: ") == 2
 
 
 @pytest.mark.trial
