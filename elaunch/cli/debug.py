@@ -37,16 +37,16 @@ CHUNK: Final = 1 << 16
 
 
 @click.command("debug")
-@click.argument("run", metavar="RUN")
+@click.argument("run", required=False, metavar="[RUN]")
 @click.option(
     "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="Rank to debug."
 )
-def debug(run: str, rank: int) -> int:
+def debug(run: str | None, rank: int) -> int:
     """Run pdb in one rank of RUN, where its main thread is now.
 
     The rank stops, and so do the ranks that wait for it; none of them counts as hanging. `c`, `q`,
     Ctrl-D and the end of this command let it go on. The rank must run on this node. RUN is a run id
-    of this machine, or the beginning of one.
+    of this machine, the beginning of one, or a run directory; without it, the newest run.
     """
     from elaunch.monitor.nodeviews import answer_of
     from elaunch.runs import directory
@@ -54,7 +54,7 @@ def debug(run: str, rank: int) -> int:
 
     if sys.stdin is None:
         raise UsageError("stdin is closed, and pdb's commands come from it; </dev/null gives none")
-    found = directory.find(run, os.environ)
+    found = directory.named(run, os.environ)
     name = directory.run_id_of(found)
     for same in directory.runs_of(name, os.environ):  # two agents of a job on one machine
         if _worker(same, rank) and condition(same.read_state()["agent"]) in ("alive", "stopped"):

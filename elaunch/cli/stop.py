@@ -29,7 +29,7 @@ def stop(run: str, timeout: float | None) -> int:
 
     The agent gets SIGTERM. Workers that ask should_preempt() save first. A second `elaunch stop`
     meanwhile kills the workers at once. Of a job on several nodes, this node leaves. RUN is a run
-    id of this machine, or the beginning of one.
+    id of this machine, the beginning of one, or a run directory.
     """
     from elaunch.monitor import nodeviews
     from elaunch.runs import directory
@@ -85,8 +85,8 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
 
     The script learns of it by ctx.preempt.should_preempt(), on all ranks and nodes at the same
     call. When all workers have ended with 0, the run is PREEMPTED and its command ends with 75.
-    Workers that still run at the deadline are killed. RUN is a run id of this machine, or the
-    beginning of one; any node of the job will do.
+    Workers that still run at the deadline are killed. RUN is a run id of this machine, the
+    beginning of one, or a run directory; any node of the job will do.
     """
     request: dict[str, object] = {"op": "preempt", "reason": reason}
     if deadline is not None:
@@ -108,7 +108,7 @@ def restart(run: str, reason: str) -> None:
 
     The round ends, and the next one begins; it counts as no failure and uses up no restart of
     --max-restarts. Workers that ask should_preempt() save first; others get SIGTERM. Workers that
-    still run after --shutdown-timeout are killed. RUN is a run id of this machine, or the beginning
-    of one; any node of the job will do.
+    still run after --shutdown-timeout are killed. RUN is a run id of this machine, the beginning of
+    one, or a run directory; any node of the job will do.
     """
     _asked(run, {"op": "restart", "reason": reason}, "restart")

@@ -237,11 +237,17 @@ def runs_of(run_id: str, environ: Mapping[str, str]) -> list[RunDir]:
     return [run for run, record in records(environ) if _run_id(run, record) == run_id]
 
 
-def newest(environ: Mapping[str, str]) -> RunDir:
-    """Return the newest run of this user; UsageError if there is none."""
+def named(run: str | None, environ: Mapping[str, str]) -> RunDir:
+    """Return what :func:`find` finds; with None the newest run of this user.
+
+    Raises UsageError if there is none.
+    """
+    if run is not None:
+        return find(run, environ)
     runs = list_runs(environ)
     if not runs:
-        raise UsageError("no run is recorded here yet; name a run directory", code="E-NO-RUN")
+        why = f"no run is recorded in {_places(environ)}; name a run directory"
+        raise UsageError(why, code="E-NO-RUN")
     return runs[0]
 
 
@@ -396,12 +402,15 @@ def _idle_s(run: RunDir) -> float:
     return time.time() - changed
 
 
+def _places(environ: Mapping[str, str]) -> str:
+    return " or ".join(str(root) for root in roots(environ))
+
+
 def _no_such_run(run: str, ids: list[str], fitting: list[str], environ: Mapping[str, str]) -> str:
     if fitting:
         return f"RUN {run!r} fits {len(fitting)} runs: {', '.join(fitting[:5])}; give more of it"
     if not ids:
-        places = " or ".join(str(root) for root in roots(environ))
-        return f"there is no run {run!r}: no run is recorded in {places}"
+        return f"there is no run {run!r}: no run is recorded in {_places(environ)}"
     import difflib
 
     nearest = difflib.get_close_matches(run, ids, n=3, cutoff=0.4)

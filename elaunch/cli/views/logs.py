@@ -67,7 +67,7 @@ def logs(
         raise UsageError(
             "--dirs prints directories: leave out --follow, --stream, --since and --grep"
         )
-    found = directory.find(run, os.environ) if run is not None else directory.newest(os.environ)
+    found = directory.named(run, os.environ)
     if dirs:
         nodes = nodes_of(found, node, os.environ)
         for of_rank, of_round, path in directories(found, nodes, choice):

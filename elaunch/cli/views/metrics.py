@@ -23,7 +23,7 @@ TERMINAL_ROWS: Final = 100
 @click.command(
     "metrics", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")}
 )
-@click.argument("run", metavar="RUN")
+@click.argument("run", required=False, metavar="[RUN]")
 @click.option("--group", metavar="NAME", help="Only this group: training, validation, …")
 @click.option(
     "--rank", type=click.IntRange(min=0), metavar="N", help="Only what this rank reported."
@@ -34,20 +34,28 @@ TERMINAL_ROWS: Final = 100
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 def metrics(
-    run: str, group: str | None, rank: int | None, everything: bool, as_json: bool, as_csv: bool
+    run: str | None,
+    group: str | None,
+    rank: int | None,
+    everything: bool,
+    as_json: bool,
+    as_csv: bool,
 ) -> None:
     """Show the metrics of RUN by step and rank.
 
-    RUN is a run id, the beginning of one, or a run directory. A run that was started several times
-    under one id is shown as one: rows that a later start or round did again are left out.
+    A run that was started several times under one id is shown as one: rows that a later start or
+    round did again are left out. RUN is a run id of this machine, the beginning of one, or a run
+    directory; without it, the newest run.
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv are two formats: leave one of them out")
+    from elaunch.runs.directory import run_id_of
     from elaunch.training.metrics.reading import csv_text, directories, read
 
     runs = directories(run, os.environ)
     reading = read(runs)
-    rows = _chosen(run, reading, group, rank, everything)
+    name = run_id_of(runs[0]) if run is None else run
+    rows = _chosen(name, reading, group, rank, everything)
     if as_json:
         _print_lines(rows, everything)
     elif as_csv:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -19,6 +20,7 @@ from elaunch.wire.control import LONGEST_S
 
 SILENT = 69
 """Exit code where nothing is known of some node or rank."""
+_DURATION: Final = re.compile(r"(\d{1,5})(s|m|)", re.ASCII)
 
 
 @click.command("stacks")
@@ -32,14 +34,14 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
     """Show the Python stacks of all ranks of RUN, on all its nodes.
 
     The job goes on undisturbed. Ranks whose main threads are at the same place are one group; the
-    smallest groups come first. RUN is a run id of this machine, or the beginning of one; without
-    it, the newest run.
+    smallest groups come first. RUN is a run id of this machine, the beginning of one, or a run
+    directory; without it, the newest run.
     """
     from elaunch.monitor.nodeviews import stacks_of
     from elaunch.runs import directory
 
     options = [name for name, on in (("--native", native), ("--locals", values)) if on]
-    found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
+    found = directory.named(run, os.environ)
     taken = stacks_of(found, options)
     if as_json:
         click.echo(json.dumps(taken.to_dict(), indent=2))
@@ -49,8 +51,8 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
 
 
 @click.command("profile")
-@click.argument("run", metavar="RUN")
-@click.argument("duration", default="10s", metavar="[DURATION]")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("duration", required=False, metavar="[DURATION]")
 @click.option(
     "--rank", type=click.IntRange(min=0), required=True, metavar="R", help="Rank to profile."
 )
@@ -60,19 +62,24 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write.  [default: profile-RUN-rankR.svg]",
 )
-def profile(run: str, duration: str, rank: int, native: bool, output: Path | None) -> int:
+def profile(
+    run: str | None, duration: str | None, rank: int, native: bool, output: Path | None
+) -> int:
     """Write a flame graph (SVG) of one rank of RUN over the next DURATION.
 
     DURATION is 10s, 2m and the like; the default is 10s. The rank trains on. A rank of another node
     is profiled by that node's agent. The rank's node needs py-spy: pip install 'elaunch[stacks]'.
-    RUN is a run id of this machine, or the beginning of one.
+    RUN is a run id of this machine, the beginning of one, or a run directory; without it, the
+    newest run.
     """
     from elaunch.agent.hangs import flame
     from elaunch.monitor.nodeviews import profile_of
     from elaunch.runs import directory, statedir
 
-    seconds = _seconds(duration)
-    found = directory.find(run, os.environ)
+    if run and not duration and _DURATION.fullmatch(run) and not run.isdigit():
+        run, duration = None, run
+    seconds = _seconds(duration or "10s")
+    found = directory.named(run, os.environ)
     name, record = directory.run_id_of(found), found.read_state()
     pids = {one["rank"]: one["pid"] for one in record["workers"] if one["state"] == "RUNNING"}
     if not directory.is_live(found) or not pids:
@@ -104,7 +111,7 @@ def profile(run: str, duration: str, rank: int, native: bool, output: Path | Non
 
 
 def _seconds(raw: str) -> int:
-    match = re.fullmatch(r"(\d{1,5})(s|m|)", raw, re.ASCII)
+    match = _DURATION.fullmatch(raw)
     seconds = int(match[1]) * (60 if match[2] == "m" else 1) if match else 0
     if not 0 < seconds <= LONGEST_S:
         raise UsageError(f"DURATION {raw}: is none; give 1s to 3600s, as 10s or 2m")

@@ -26,7 +26,7 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """
     from elaunch.runs import directory
 
-    found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
+    found = directory.named(run, os.environ)
     if as_json:
         from elaunch.monitor.screen.summary import RunReader
         from elaunch.top import tree

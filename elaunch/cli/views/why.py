@@ -27,7 +27,7 @@ def why(run: str | None, number: int | None, as_json: bool) -> None:
     from elaunch.monitor import card
     from elaunch.runs import directory
 
-    found = directory.newest(os.environ) if run is None else directory.find(run, os.environ)
+    found = directory.named(run, os.environ)
     try:
         read = card.read(found, number)
     except OSError as error:

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from elaunch.errors import RunDirError
-from elaunch.runs.directory import RunDir, find, handle, is_live, run_id_of, runs_of
+from elaunch.runs.directory import RunDir, handle, is_live, named, run_id_of, runs_of
 from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
 from elaunch.training.metrics.history import Beginning, RowKey, row_key
 from elaunch.training.metrics.rows import COLUMNS
@@ -75,14 +75,15 @@ class Start:
     rounds: Mapping[int, Beginning]
 
 
-def directories(run: str, environ: Mapping[str, str]) -> list[RunDir]:
+def directories(run: str | None, environ: Mapping[str, str]) -> list[RunDir]:
     """Return what ``run`` names: all directories of a run id, or the one of a path or a number.
 
-    Raises UsageError with the nearest names.
+    Without it, those of the newest run. Raises UsageError with the nearest names.
     """
-    found = find(run, environ)
+    found = named(run, environ)
     run_id = run_id_of(found)
-    if run != run_id and (os.sep in run or run in (found.path.name, handle(found))):
+    name = run or run_id
+    if name != run_id and (os.sep in name or name in (found.path.name, handle(found))):
         return [found]
     return runs_of(run_id, environ) or [found]
 

@@ -18,7 +18,7 @@ from elaunch.cli import execute
         (["--since", "slurm"], "--since slurm: is no time"),
         (["--grep", "("], "--grep (: is no regular expression: missing )"),
         (["--dirs", "--grep", "x"], "leave out --follow, --stream, --since and --grep"),
-        ([], "no run is recorded here yet"),
+        ([], "no run is recorded in "),
     ],
 )
 def test_bad_input_is_refused(

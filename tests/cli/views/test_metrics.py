@@ -180,6 +180,16 @@ def test_what_there_is_not(environ: dict[str, str]) -> None:
     assert "-1 is not in the range" in refused(environ, "train-1", "--rank", "-1")
 
 
+@pytest.mark.usefixtures("made")
+def test_without_a_run_it_is_the_newest(environ: dict[str, str]) -> None:
+    """As of the other views; also where its id was used before."""
+    older = make(environ, "train-0", began=-500)
+    report(older, "training", [1], loss=1.0)
+    assert len(run(environ, "--json").stdout.splitlines()) == 110
+    newest = make(environ, "new", began=-1)
+    assert f"nothing was reported in the run 'new' ({newest.path})" in refused(environ)
+
+
 def test_a_run_without_metrics(environ: dict[str, str]) -> None:
     made = make(environ)
     assert f"nothing was reported in the run 'train-1' ({made.path})" in refused(environ, "train-1")

@@ -67,6 +67,10 @@ def test_a_rank_that_only_waits(run: RunDir, capsys: pytest.CaptureFixture[str])
         (["job", "x", "--rank", "3"], "DURATION x: is none; give 1s to 3600s, as 10s or 2m"),
         (["job", "0", "--rank", "3"], "DURATION 0: is none"),
         (["nosuch", "--rank", "3"], "there is no run 'nosuch'"),
+        (["--rank", "4"], "--rank 4 of run job does not run on this node; here: rank 3;"),
+        (["10s", "--rank", "4"], "--rank 4 of run job does not run on this node"),
+        (["3601s", "--rank", "3"], "DURATION 3601s: is none; give 1s to 3600s"),
+        (["10", "--rank", "3"], "there is no run '10'"),
         (["job", "--rank", "3", "-o", "/nowhere/x.svg"], "/nowhere cannot be written"),
     ],
 )
