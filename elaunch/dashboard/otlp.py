@@ -10,11 +10,15 @@ the run, so one that is sent again is the same. The standard variables say where
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import (
@@ -39,28 +43,84 @@ from elaunch.monitor.standing import Standing, overview, read_standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.prometheus import FAMILIES, RunReading, samples
 from elaunch.runs.record import Record
+from elaunch.text import duration, one_line
 
 EVERY: Final = "OTEL_METRIC_EXPORT_INTERVAL"
+ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+LONGEST_MS: Final = 86_400_000
+UNSENT: Final = "it was not sent"
 FINE: Final = frozenset({"COMPLETED", "STOPPED", "PREEMPTED"})
+_ERRNO: Final = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 _SCOPE: Final = InstrumentationScope("elaunch", __version__)
 
 
-def export(environ: Mapping[str, str], run: RunDir | None) -> bool:
+def export(environ: Mapping[str, str], run: RunDir | None, warn: Callable[[str], object]) -> bool:
     """Send how ``run`` stands until it has ended; return whether the last of it was taken.
 
-    With None all runs are sent for ever, and of their spans those that end from now on.
+    With None all runs are sent for ever, and of their spans those that end from now on. ``warn``
+    gets a line where the collector begins to take nothing, and where it takes something again.
     """
-    try:
-        every = float(environ.get(EVERY) or 60_000) / 1000
-    except ValueError:
-        raise UsageError(f"{EVERY}={environ[EVERY]}: is not a number of milliseconds") from None
+    every, place = _seconds(environ), _place(environ)
     collector = Collector(since=0.0 if run is not None else time.time())
+    silent = False
     while True:
         standings = overview(environ) if run is None else (read_standing(run),)
-        taken = collector.send(standings)
-        if run is not None and not standings[0].live:
-            return taken
+        why = collector.send(standings)
+        goes_on = run is None or standings[0].live
+        if why and not silent:
+            again = f"; it is sent again every {duration(every)}" if goes_on else ""
+            fix = f"start one there, or have {ENDPOINT} name another"
+            warn(f"the collector at {place} takes nothing: {why}; {fix}{again}")
+        elif silent and not why:
+            warn(f"the collector at {place} takes what is sent")
+        silent = bool(why)
+        if not goes_on:
+            return not why
         time.sleep(every)
+
+
+def _seconds(environ: Mapping[str, str]) -> float:
+    """Return the seconds from one sending to the next."""
+    raw = environ.get(EVERY) or "60000"
+    try:
+        number = float(raw)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= LONGEST_MS:
+        fix = f"give milliseconds from 1 to {LONGEST_MS:,}, or leave it out for 60,000"
+        raise UsageError(f"{EVERY}={raw}: is not a number of milliseconds; {fix}")
+    return number / 1000
+
+
+def _place(environ: Mapping[str, str]) -> str:
+    """Return where the collector is, without a password that may be in its address."""
+    for name in (ENDPOINT.replace("OTLP_", "OTLP_METRICS_"), ENDPOINT):
+        if raw := environ.get(name):
+            url = urlsplit(raw.strip())
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise UsageError(f"{name}={raw}: is no URL; give one, as http://localhost:4318")
+            return f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
+    return "http://localhost:4318"
+
+
+class _Session(requests.Session):
+    """Keeps in ``why`` what became of the newest request: "" where it was taken."""
+
+    why = ""
+
+    def request(self, *args: Any, **named: Any) -> requests.Response:
+        """Send a request."""
+        try:
+            answer = super().request(*args, **named)
+        except requests.Timeout:
+            self.why = "it has not answered in time"
+            raise
+        except requests.RequestException as error:
+            found = _ERRNO.search(str(error))
+            self.why = one_line((found[1] if found else str(error))[:200])
+            raise
+        self.why = "" if answer.ok else one_line(f"it answers {answer.status_code} {answer.reason}")
+        return answer
 
 
 class Collector:
@@ -71,17 +131,22 @@ class Collector:
     """
 
     def __init__(self, since: float) -> None:
+        self._session = _Session()
+        exporters = logging.getLogger("opentelemetry")
+        exporters.addHandler(logging.NullHandler())  # export() reports it
+        exporters.propagate = False
         own = {"service.name": "elaunch", "host.name": os.uname().nodename}
         self._resource = Resource(own).merge(OTELResourceDetector().detect())
-        self._metrics = OTLPMetricExporter()
-        self._spans = OTLPSpanExporter()
+        self._metrics = OTLPMetricExporter(session=self._session)
+        self._spans = OTLPSpanExporter(session=self._session)
         self._since = since
         self._sent: set[int] = set()
 
-    def send(self, standings: Iterable[Standing]) -> bool:
-        """Send metrics and new spans; return whether all was taken. What was not is logged."""
+    def send(self, standings: Iterable[Standing]) -> str:
+        """Send metrics and new spans; return "", or why something was not taken."""
         found = tuple(standings)
-        taken = self._metrics.export(self._measured(found)) is MetricExportResult.SUCCESS
+        if self._metrics.export(self._measured(found)) is not MetricExportResult.SUCCESS:
+            return self._session.why or UNSENT
         spans = {
             span.context.span_id: span
             for one in found
@@ -90,9 +155,9 @@ class Collector:
         }
         new = [span for span_id, span in spans.items() if span_id not in self._sent]
         if new and self._spans.export(new) is not SpanExportResult.SUCCESS:
-            return False
+            return self._session.why or UNSENT
         self._sent.update(spans)
-        return taken
+        return ""
 
     def _measured(self, standings: Iterable[Standing]) -> MetricsData:
         now = time.time_ns()

@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from elaunch.cli import execute
 from elaunch.runs.prometheus import FAMILIES
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
@@ -33,6 +34,7 @@ class Received(ThreadingHTTPServer):
         self.spans: dict[str, Any] = {}
         self.sent = 0
         self.service = ""
+        self.answer, self.refused = 200, 0
 
     @property
     def env(self) -> dict[str, str]:
@@ -63,8 +65,12 @@ class _Taken(BaseHTTPRequestHandler):
     server: Received
 
     def do_POST(self) -> None:
-        self.server.take(self.path, self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200)
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.server.answer == 200:
+            self.server.take(self.path, body)
+        else:
+            self.server.refused += 1
+        self.send_response(self.server.answer)
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -115,15 +121,51 @@ def test_a_job_in_a_collector(elaunch: Launcher, collector: Received) -> None:
 
 
 def test_what_is_not_taken(elaunch: Launcher) -> None:
-    """It is said, and the exit code is 1."""
+    """It is said in one line, and the exit code is 1."""
     elaunch.run(act(SPAWN, "exit=0", nproc=1, flags=["--run-id", "ended"]))
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    place = "http://user:secret@127.0.0.1:1/x"
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": place, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     done = elaunch.run(["otlp", "ended"], env=env)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "Failed to export" in done.stderr and "Traceback" not in done.stderr
-    env["OTEL_METRIC_EXPORT_INTERVAL"] = "often"
-    done = elaunch.run(["otlp", "ended"], env=env)
-    assert done.returncode == 2 and "OTEL_METRIC_EXPORT_INTERVAL=often" in done.stderr
+    assert done.stderr == (
+        "elaunch: the collector at http://127.0.0.1:1 takes nothing: Connection refused; start one "
+        "there, or have OTEL_EXPORTER_OTLP_ENDPOINT name another\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "OTEL_METRIC_EXPORT_INTERVAL=often",
+        "OTEL_METRIC_EXPORT_INTERVAL=nan",
+        "OTEL_METRIC_EXPORT_INTERVAL=-5",
+        "OTEL_EXPORTER_OTLP_ENDPOINT=collector:4318",
+        "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=http://",
+    ],
+)
+def test_what_is_no_setting(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named, with the reason, before anything is sent."""
+    monkeypatch.setenv(*setting.split("=", 1))
+    assert execute(["otlp"]) == 2
+    assert f"{setting}: is n" in capsys.readouterr().err
+
+
+def test_a_collector_that_comes_later(elaunch: Launcher, collector: Received) -> None:
+    """That there is none is said once; what was not taken is sent when it is there."""
+    elaunch.run(act(SPAWN, "exit=0", nproc=1, flags=["--run-id", "ended"]))
+    collector.answer = 503
+    sender = elaunch.start(["otlp"], env={**collector.env, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
+    said = "takes nothing: it answers 503 Service Unavailable; .* again every 0.20 s$"
+    sender.wait_for_line(said, stream="stderr")
+    wait_until(lambda: collector.refused > 2)
+    collector.answer = 200
+    sender.wait_for_line("takes what is sent$", stream="stderr")
+    wait_until(lambda: "elaunch_run_exit_code" in collector.points)
+    sender.send_signal(signal.SIGINT)
+    assert sender.wait().returncode == 130
+    assert sender.output("stderr").count("\n") == 2
 
 
 def test_without_the_extra(elaunch: Launcher) -> None:

@@ -26,6 +26,10 @@ def otlp(run: str | None) -> int:
     except ModuleNotFoundError as error:
         raise UsageError(f"OTLP needs {error.name}: pip install 'elaunch[otlp]'") from None
     try:
-        return 0 if export(os.environ, found) else 1
+        return 0 if export(os.environ, found, _warn) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _warn(text: str) -> None:
+    click.echo(f"elaunch: {text}", err=True)
