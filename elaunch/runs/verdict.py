@@ -70,6 +70,8 @@ WATCHED_S: Final = 20.0
 """Seconds of such processes, together, from which something is said of them."""
 SILENT_S: Final = 60.0
 """Seconds that a run of one round may take without a verdict at its end."""
+START_S: Final = 10.0
+"""Seconds that a run may take with nothing worth knowing of where they went."""
 REMEDIES: Final = {
     "start": "--preload what the script imports, so that workers are forked with it",
     "save": "save(block=False) writes while the training goes on",
@@ -163,12 +165,16 @@ def late_text(late: LateRecord) -> str:
     return f"{text}; {one_line(late['why'])}" if late["why"] else text
 
 
-def is_shown(record: Record) -> bool:
-    """Return whether a run that has ended prints its verdict: not if it was short and whole.
+def shown(record: Record) -> int:
+    """Return how many lines of its verdict a run prints that has ended: all, but of a short one.
 
-    A launcher of short scripts is as silent as torchrun.
+    One of a single round prints nothing, as torchrun does; one that has failed its result, since
+    torchrun's long table stands between that and the cause, and, if there was time for more than
+    its start, where that went.
     """
-    return len(record["history"]) > 1 or _lasted(record) > SILENT_S
+    if len(record["history"]) > 1 or _lasted(record) > SILENT_S:
+        return len(lines(record))
+    return (1 + (_lasted(record) > START_S)) if record["state"] == "FAILED" else 0
 
 
 def _lasted(record: Record) -> float:

@@ -135,7 +135,10 @@ def test_no_restart_by_default(elaunch: Launcher) -> None:
     record = state(elaunch)
     assert [entry["round"] for entry in record["history"]] == [0]
     assert [path.name for path in Path(record["dir"], "logs").iterdir()] == ["attempt_0"]
-    assert agent_lines(done.stderr)[-1] == "round 0: rank 1 exited with code 3; --max-restarts is 0"
+    *_, why, result = agent_lines(done.stderr)
+    assert why == "round 0: rank 1 exited with code 3; --max-restarts is 0"
+    assert re.match(r"result: FAILED after .*, 0 restarts: rank 1 exited with code 3 \(", result)
+    assert done.stderr.rstrip().endswith(result), "below torchrun's table"
 
 
 @both_methods

@@ -45,11 +45,24 @@ def late(held: float, seconds: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("lasted", "rounds", "shown"), [(3.0, 1, False), (3.0, 2, True), (61.0, 1, True)]
+    ("lasted", "rounds", "state", "shown"),
+    [
+        (59.0, 1, "COMPLETED", 0),
+        (59.0, 1, "STOPPED", 0),
+        (59.0, 1, "PREEMPTED", 0),
+        (3.0, 1, "FAILED", 1),
+        (11.0, 1, "FAILED", 2),
+        (3.0, 2, "COMPLETED", 5),
+        (61.0, 1, "COMPLETED", 5),
+    ],
 )
-def test_a_run_that_was_short_and_whole_is_silent(lasted: float, rounds: int, shown: bool) -> None:
-    """As under torchrun; one that was neither prints its verdict."""
-    assert verdict.is_shown(ended(lasted, rounds)) is shown
+def test_a_run_that_was_short_and_whole_is_silent(
+    lasted: float, rounds: int, state: str, shown: int
+) -> None:
+    """As under torchrun; one that was neither prints its verdict, one that was not whole a part."""
+    record = ended(lasted, rounds, state=state)
+    assert verdict.shown(record) == shown
+    assert [line.partition(":")[0] for line in verdict.lines(record)[:2]] == ["result", "goodput"]
 
 
 FAILURE = {"round": 1, "headline": "rank 2 failed at t.py:1: ValueError: b", "summary": "s"}

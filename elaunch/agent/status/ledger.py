@@ -440,9 +440,9 @@ class VerdictLog:
         record = cast("Record", self._record.snapshot())
         if record.get("node_rank"):
             return
-        level = logging.WARNING if verdict.is_shown(record) else logging.INFO
-        for line in verdict.lines(record):
-            log.log(level, "%s", line)
+        shown = verdict.shown(record)
+        for number, line in enumerate(verdict.lines(record)):
+            log.log(logging.WARNING if number < shown else logging.INFO, "%s", line)
 
 
 def _pace(page: Reading) -> float | None:
