@@ -18,8 +18,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from signal import SIGTERM
 from typing import Any, Final
 
@@ -33,13 +32,14 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.config import Settings
 from elaunch.endings import PREEMPTED
 from elaunch.errors import ElaunchError, RunDirError
-from elaunch.rendezvous.plan import Plan, WorkerFailure
+from elaunch.rendezvous.plan import Node, Plan, WorkerFailure
 from elaunch.rendezvous.times import to_record
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import (
     FINAL_STATES,
     CheckpointRecord,
     LatenessRecord,
+    NodeRecord,
     ProgressRecord,
     Record,
     SavesRecord,
@@ -53,7 +53,8 @@ from elaunch.runs.record import (
 log = logging.getLogger("elaunch")
 
 MOST_NODES: Final = 64
-"""Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large."""
+"""Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large.
+A command that asks the agent gets all."""
 
 
 def wall_time(monotonic: float) -> float:
@@ -80,6 +81,7 @@ class StatusRecord:
         self._failed_at: float | None = None
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
+        self._nodes: Sequence[Node] = ()
         self._progress: Callable[[], ProgressRecord | None] = lambda: None
         self._saves: Callable[[], SavesRecord | None] = lambda: None
         self._name: Callable[[], str] = lambda: ""
@@ -108,7 +110,8 @@ class StatusRecord:
     def snapshot(self, ask: bool = False) -> dict[str, Any]:
         """Return the record as it was last written, with the progress of now; for other threads.
 
-        ``ask`` the workers which of them comes last, if what is known of that is old.
+        ``ask`` the workers which of them comes last, if what is known of that is old; and have all
+        nodes in it, for a command that shows them.
         """
         published: dict[str, Any] = json.loads(self._published)
         now: dict[str, object] = {
@@ -118,6 +121,8 @@ class StatusRecord:
             "name": self._name() or None,
             "dashboard": self.pages() or None,
         }
+        if ask:
+            now["nodes"] = _nodes(self._nodes) or None
         if published["state"] not in FINAL_STATES:
             now["timing"] = self._timing()
         return published | {name: found for name, found in now.items() if found is not None}
@@ -211,10 +216,8 @@ class StatusRecord:
         record = self._record
         record["node_rank"] = plan.node_rank(name)
         most = None if record["node_rank"] == 0 else MOST_NODES
-        record["nodes"] = [
-            {"name": node.name, "host": node.host, "addr": node.addr, "slots": node.slots}
-            for node in islice(plan.nodes, most)
-        ]
+        self._nodes = plan.nodes
+        record["nodes"] = _nodes(plan.nodes[:most])
         record["node_count"] = len(plan.nodes)
         record["standby"] = name in plan.spares
         record["joining"] = len(plan.joining)
@@ -254,6 +257,13 @@ class StatusRecord:
         worker = self._record["workers"][event.local_rank]
         worker["state"], worker["exit"], worker["exit_code"] = name, event.word, code
         worker["ended_at"] = wall_time(event.at)
+
+
+def _nodes(nodes: Sequence[Node]) -> list[NodeRecord]:
+    return [
+        {"name": node.name, "host": node.host, "addr": node.addr, "slots": node.slots}
+        for node in nodes
+    ]
 
 
 def _packed(record: Mapping[str, Any]) -> str:

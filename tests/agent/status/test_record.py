@@ -131,7 +131,8 @@ def test_the_loop_waits_for_no_file_system_for_ever(
 
 
 def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
-    """Each agent writes its record at each change: N times N nodes would be most of a round."""
+    """Each agent writes its record at each change: N times N nodes would be most of a round. A
+    command that asks any agent sees all of them."""
     script = tmp_path / "train.py"
     script.write_text("")
     settings = resolve({}, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
@@ -143,3 +144,5 @@ def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> Non
         found = record.snapshot()
         assert (found["node_rank"], len(found["nodes"]), found["node_count"]) == (rank, kept, 100)
         assert found["nodes"][1]["host"] == "host1"
+        assert RunDir(tmp_path).read_state()["nodes"] == found["nodes"]
+        assert [node["host"] for node in record.snapshot(True)["nodes"]][99:] == ["host99"]
