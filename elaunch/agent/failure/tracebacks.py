@@ -147,7 +147,7 @@ def cap(lines: Sequence[str], source: str) -> tuple[str, ...]:
 def _narrow(line: str, source: str) -> str:
     if len(line) <= MAX_WIDTH:
         return line
-    return f"{line[:MAX_WIDTH]} … {len(line) - MAX_WIDTH} characters left out, see {source}"
+    return f"{line[:MAX_WIDTH]} … the rest is left out, see {source}"
 
 
 def _last_traceback(lines: Sequence[str], bare: Sequence[str]) -> Sequence[str]:

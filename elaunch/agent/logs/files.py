@@ -31,6 +31,7 @@ from elaunch.runs.logtree import RESOLUTION_S, Arrival
 
 KEPT_BYTES = 64 * 1024
 KEPT_LINES = 500
+KEPT_LINE = 8 * 1024
 LINE_LIMIT = 16 * 1024 * 1024
 
 Complaint = Callable[[Path, OSError], None]
@@ -201,24 +202,23 @@ class LineFilter:
 
 
 class Tail:
-    """The last lines of a stream, bounded in lines and bytes."""
+    """The last lines of a stream, bounded in lines and bytes; of a long line only its beginning.
+
+    So the line that names an exception stays where its message is longer than all that is kept.
+    """
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._cut = False
 
     def feed(self, data: bytes) -> None:
         """Keep the end of what was written so far."""
         self._bytes += data
-        if len(self._bytes) > KEPT_BYTES:
-            del self._bytes[:-KEPT_BYTES]
-            self._cut = True  # the first line kept is the end of one
+        if len(self._bytes) > 2 * KEPT_BYTES:
+            self._bytes = bytearray(_last_lines(bytes(self._bytes)))
 
     def lines(self, count: int) -> list[str]:
         """Return the last `count` lines (at most `KEPT_LINES`); a progress bar is one line."""
-        lines = [_last_state(line) for line in bytes(self._bytes).split(b"\n")]
-        if self._cut and any(lines[1:]):  # the end of a line that is all there is stays
-            del lines[0]
+        lines = [_last_state(line) for line in _last_lines(bytes(self._bytes)).split(b"\n")]
         if lines and not lines[-1]:
             lines.pop()
         last = lines[-min(count, KEPT_LINES) :] if count > 0 else []
@@ -239,6 +239,22 @@ def _write_all(fd: int, data: bytes) -> None:
             rest = rest[os.write(fd, rest) :]
     except OSError as exc:
         raise _ShortWrite(len(rest), exc) from exc
+
+
+def _last_lines(text: bytes) -> bytes:
+    """Return the last whole lines that have KEPT_BYTES together, each shortened to KEPT_LINE."""
+    lines = text.split(b"\n")
+    if max(map(len, lines)) > KEPT_LINE:
+        text = b"\n".join(map(_shortened, lines))
+    start = len(text) - KEPT_BYTES
+    return text if start <= 0 else text[text.index(b"\n", start - 1) + 1 :]
+
+
+def _shortened(line: bytes) -> bytes:
+    if len(line) <= KEPT_LINE:
+        return line
+    drawn_over = b"\r" * line.endswith(b"\r")
+    return _last_state(line)[:KEPT_LINE] + drawn_over
 
 
 def _last_state(line: bytes) -> bytes:

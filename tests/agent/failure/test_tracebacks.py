@@ -188,7 +188,7 @@ def test_cap_says_what_it_leaves_out() -> None:
     assert len(capped) == 200
     assert capped[0] == "line 0" and capped[-1] == "line 499"
     assert "… 301 lines left out, see /logs/stderr.log" in capped
-    assert cap(["x" * 2001], "f") == ("x" * 2000 + " … 1 characters left out, see f",)
+    assert cap(["x" * 2001], "f") == ("x" * 2000 + " … the rest is left out, see f",)
     assert cap(["a"] * 200, "f") == ("a",) * 200
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.agent.logs import files
-from elaunch.agent.logs.files import KEPT_BYTES, KEPT_LINES, LineFilter, LogFile, Tail
+from elaunch.agent.logs.files import KEPT_BYTES, KEPT_LINE, KEPT_LINES, LineFilter, LogFile, Tail
 
 
 def unexpected(path: Path, exc: OSError) -> None:
@@ -106,12 +106,16 @@ def test_tail(text: bytes, expected: list[str]) -> None:
 
 
 def test_tail_is_bounded() -> None:
-    """In lines and in bytes; of a line that was cut only the end is left, if it is the only one."""
+    """In lines and in bytes; of a long line its beginning is left, and what came before it."""
     tail = Tail()
-    tail.feed(b"x" * KEPT_BYTES * 3)
-    assert tail.lines(5) == ["x" * KEPT_BYTES]
-    tail.feed(b"\n")
-    assert tail.lines(5) == ["x" * (KEPT_BYTES - 1)]
+    tail.feed(b"before\n")
+    for _ in range(30):
+        tail.feed(b"x" * (KEPT_BYTES // 7))
+    assert tail.lines(5) == ["before", "x" * KEPT_LINE]
+    tail.feed(b"\n" + b"1%\r" * KEPT_BYTES + b"9%\r")
+    assert tail.lines(5) == ["before", "x" * KEPT_LINE, "9%"]
+    tail.feed(b"10%\r\n" + b"y" * (KEPT_BYTES - 3) + b"\nz")
+    assert tail.lines(5) == ["before", "x" * KEPT_LINE, "10%", "y" * KEPT_LINE, "z"]
     tail.feed(b"".join(b"%d\n" % n for n in range(1000)))
     assert tail.lines(5) == ["995", "996", "997", "998", "999"]
     assert len(tail.lines(10_000)) == KEPT_LINES
