@@ -21,6 +21,7 @@ from typing import BinaryIO, Final, Protocol
 from elaunch import text
 from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.monitor.nodeviews import RemoteTree
+from elaunch.monitor.watch import require_reader
 from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
 from elaunch.runs.record import FINAL_STATES, Record, condition
@@ -286,6 +287,7 @@ class Reader:
                 stream.flush()
             if not live:
                 return
+            require_reader()
             time.sleep(PAUSE_S)
 
     def look(self) -> None:
@@ -414,6 +416,7 @@ def follow_console(run: RunDir, follow: bool, out: BinaryIO) -> bool:
         out.flush()
         if not live:
             return True
+        require_reader()
         time.sleep(PAUSE_S)
 
 

@@ -6,6 +6,9 @@ last; elsewhere one is printed when something changed, measured amounts and ages
 
 from __future__ import annotations
 
+import errno
+import os
+import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -76,6 +79,17 @@ def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
 def pause(seconds: float) -> None:
     """Let time pass."""
     time.sleep(seconds)
+
+
+def require_reader(descriptor: int = 1) -> None:
+    """Raise BrokenPipeError if what is written there goes to a pipe that nobody reads any more.
+
+    A command that follows a quiet run, as in ``… | head -1``, would learn it with its next line.
+    """
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if any(happened & select.POLLERR for _, happened in poll.poll(0)):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def watch(

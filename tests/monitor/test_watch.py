@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from elaunch.monitor.watch import WatchReading, changes, list_reader, run_reader, watch
+import os
+
+import pytest
+
+from elaunch.monitor.watch import (
+    WatchReading,
+    changes,
+    list_reader,
+    require_reader,
+    run_reader,
+    watch,
+)
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
 
@@ -45,3 +56,16 @@ def test_the_list_is_followed_until_nothing_is_live(play: Play, environ: dict[st
     assert next(followed).live
     agent.kill()
     assert [r.document[0]["state"] for r in followed] == ["LOST"]
+
+
+def test_a_pipe_that_nobody_reads_any_more() -> None:
+    """Is seen without anything being written to it; a file and a terminal have readers."""
+    reader, writer = os.pipe()
+    require_reader(writer)
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        require_reader(writer)
+    os.close(writer)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    require_reader(nowhere)
+    os.close(nowhere)

@@ -89,7 +89,7 @@ def status(
             return
         from elaunch.monitor.watch import watch
 
-        readings = watch(read, interval or 1.0, wait)
+        readings = watch(read, interval or 1.0, _with_reader(wait))
         if as_json or not on_terminal():
             _follow_in_lines(readings, as_json)
         else:
@@ -188,6 +188,17 @@ def _follow_in_lines(readings: Iterator[WatchReading], as_json: bool) -> None:
         if number:
             click.echo()
         echo_plain(reading.page)
+
+
+def _with_reader(wait: Wait) -> Wait:
+    """Return what waits so while somebody reads the output; raises BrokenPipeError."""
+    from elaunch.monitor.watch import require_reader
+
+    def waiting(seconds: float) -> None:
+        wait(seconds)
+        require_reader()
+
+    return waiting
 
 
 def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:

@@ -148,6 +148,21 @@ def test_json(play: Play, environ: dict[str, str]) -> None:
     assert document["dir"] == str(agent.run.path)
 
 
+@pytest.mark.parametrize("words", ["status {} --watch", "logs -f {}"])
+def test_a_follower_ends_with_its_reader(play: Play, environ: dict[str, str], words: str) -> None:
+    """Ends a command that follows, also where nothing happens any more."""
+    agent = play(1)
+    logs = agent.run.logs / "attempt_0" / "0"
+    logs.mkdir(parents=True)
+    (logs / "stdout.log").write_text("one\ntwo\n")
+    agent.write(log_dir=str(agent.run.logs))
+    command = f"{sys.executable} -m elaunch {words.format(agent.run.path)} | head -1"
+    done = subprocess.run(
+        ["sh", "-c", command], env=environ, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.stdout.count("\n") == 1 and not done.stderr
+
+
 def test_an_unknown_run(play: Play, environ: dict[str, str]) -> None:
     done = run(environ, "train-3fa2c2")
     assert (done.returncode, done.stdout) == (2, "")
