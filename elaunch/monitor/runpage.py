@@ -335,14 +335,14 @@ def _or_nothing(value: object) -> str:
 
 def failure_lines(failure: Mapping[str, Any]) -> Iterator[str]:
     """Yield which worker failed and its report; of a hang, where the workers were."""
-    # The report has a schema of its own: what is missing in it is left out here.
+    # The report has a schema of its own: what is missing in it, or is not so, is left out here.
     if failure.get("hang"):
-        yield from _hang(failure["hang"])
+        yield from _hang(parts_of(failure["hang"]))
         return
-    first = failure.get("first") or {}
+    first = parts_of(failure.get("first"))
     if {"rank", "local_rank", "pid", "ended"} <= first.keys():
         when = f"in round {failure.get('round')}"
-        if (seconds := failure.get("seconds_into_round")) is not None:
+        if isinstance(seconds := failure.get("seconds_into_round"), int | float):
             when = f"{duration(seconds)} into round {failure.get('round')}"
         yield (
             f"rank {first['rank']} (local_rank {first['local_rank']}, pid {first['pid']}) "
@@ -354,10 +354,16 @@ def failure_lines(failure: Mapping[str, Any]) -> Iterator[str]:
 
 def _hang(hang: Mapping[str, Any]) -> Iterator[str]:
     """Yield the innermost frame of each group of workers, the smallest group first."""
-    for group in (hang.get("stacks") or [])[:SHOWN_MESSAGE_LINES]:
-        if group.get("main") and group.get("ranks"):
-            known = [rank for rank in group["ranks"] if isinstance(rank, int)]
-            yield f"{ranks(known)}: {group['main'][0]}"
+    groups = hang.get("stacks")
+    for group in map(parts_of, groups[:SHOWN_MESSAGE_LINES] if isinstance(groups, list) else ()):
+        main, numbers = group.get("main"), group.get("ranks")
+        if main and numbers and isinstance(main, list) and isinstance(numbers, list):
+            yield f"{ranks(rank for rank in numbers if isinstance(rank, int))}: {main[0]}"
+
+
+def parts_of(value: object) -> Mapping[str, Any]:
+    """Return an object of a report; an empty one for what is none."""
+    return value if isinstance(value, dict) else {}
 
 
 def _progress_facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:

@@ -350,7 +350,7 @@ def check(data: object, source: str) -> Record:
         )
     try:
         msgspec.convert(data, Record)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # a half of a character: no text
         problem, _, place = str(exc).replace("`", "").partition(" - at $.")
         where = f"in the field {place!r}: " if place else ""
         raise RunDirError(f"{source} is not the record of a run: {where}{problem}") from None

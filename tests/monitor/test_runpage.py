@@ -139,10 +139,35 @@ def test_a_failure_of_an_earlier_round_is_not_the_cause(tmp_path: Path) -> None:
     assert "boom" not in plain(run_page(view))
 
 
-@pytest.mark.parametrize("failure", [{}, {"first": None}, {"first": {"rank": 1}}, {"round": 0}])
+ENDED = {"rank": 1, "local_rank": 1, "pid": 7, "ended": "exited"}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {},
+        {"first": None},
+        {"first": {"rank": 1}},
+        {"round": 0},
+        {"round": 0, "first": "x"},
+        {"round": 0, "hang": ["x"]},
+        {"round": 0, "hang": {"stacks": {"main": "x"}}},
+        {
+            "round": 0,
+            "hang": {"stacks": ["x", {"main": "x", "ranks": [0]}, {"main": [], "ranks": 1}]},
+        },
+    ],
+)
 def test_a_report_of_another_schema_does_no_harm(tmp_path: Path, failure: dict[str, Any]) -> None:
     view = viewed(tmp_path, "FAILED", "ended", reason="rank 1 failed", failure=failure)
     assert "\n  rank 1 failed\n\n" in plain(run_page(view))
+
+
+def test_a_report_with_something_else_in_a_field(tmp_path: Path) -> None:
+    """The rest of it is shown."""
+    failure = {"round": 0, "host": "h", "first": ENDED, "seconds_into_round": [1]}
+    view = viewed(tmp_path, "FAILED", "ended", reason="r", failure=failure)
+    assert "\n  rank 1 (local_rank 1, pid 7) on h exited, in round 0\n" in plain(run_page(view))
 
 
 @pytest.mark.parametrize(

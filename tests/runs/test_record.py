@@ -101,6 +101,7 @@ def test_torn_and_foreign_files_are_named(raw: bytes, message: str) -> None:
             "in the field 'history[0].reason': Expected str | null, got int",
         ),
         (["checkpoint"], {}, "in the field 'checkpoint': Object missing required field path"),
+        (["round"], "\ud800", "can't encode character"),
         (["failure"], "x", "in the field 'failure': Expected object | null, got str"),
     ],
 )

@@ -14,7 +14,7 @@ from elaunch.errors import RunDirError
 from elaunch.monitor import card
 from elaunch.monitor.document import run_document
 from elaunch.monitor.nodeviews import RemoteWorkers
-from elaunch.monitor.runpage import failure_lines
+from elaunch.monitor.runpage import failure_lines, parts_of
 from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
@@ -137,7 +137,7 @@ def _short(found: card.Card) -> dict[str, Any]:
         or _text(document.get("summary"))
         or found.problem,
         "ended": _text(document.get("summary")),
-        "message": _text((document.get("first") or {}).get("message")),
+        "message": _text(parts_of(document.get("first")).get("message")),
         "explanation": _text(document.get("explanation")),
         "code": _text(document.get("code")),
         "host": _text(document.get("host")),

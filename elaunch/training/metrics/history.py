@@ -88,7 +88,10 @@ def row_key(line: bytes) -> RowKey | None:
     if found is None:
         return None
     group, step, round, rank = found.groups()
-    return RowKey(_group(group), int(step), int(round), int(rank))
+    try:
+        return RowKey(_group(group), int(step), int(round), int(rank))
+    except ValueError:  # control characters in the group, or a number of thousands of digits
+        return None
 
 
 @lru_cache(maxsize=256)

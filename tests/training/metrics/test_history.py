@@ -86,6 +86,19 @@ def test_the_place_of_a_row(group: str) -> None:
     assert (place.group, place.step, place.round) == (group, 17, 4)
 
 
-@pytest.mark.parametrize("line", [b"", b"\n", b'{"group":"a","steps_com', b"{}\n"])
+TORN = b'{"group":"%s","steps_completed":%s,"round":0,"rank":0,"time":1}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\n",
+        b'{"group":"a","steps_com',
+        b"{}\n",
+        TORN % (b"\x01", b"1"),
+        TORN % (b"a", b"9" * 5000),
+    ],
+)
 def test_what_is_no_row_has_no_place(line: bytes) -> None:
     assert row_key(line) is None
