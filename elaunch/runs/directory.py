@@ -60,6 +60,7 @@ CONSOLE: Final = "console.log"
 KEPT_REPORTS: Final = 100
 _REPORT: Final = re.compile(r"failure-(\d{1,9})\.(?:json|txt)", re.ASCII)
 RESERVE_BYTES: Final = 1 << 18
+RESERVE_HALVED: Final = 5
 
 # How long a directory is left alone when it is unknown whether its agent lives: without a readable
 # record (it may be starting), and with an agent on a host or in a container that cannot be seen.
@@ -145,11 +146,17 @@ class RunDir:
         return self.path / ".reserve"
 
     def reserve(self) -> None:
-        """Take room on the disk for the last record, where the file system can do that."""
+        """Take room on the disk for the last record, where the file system can do that.
+
+        On one that is nearly full that is a half, a quarter, … of what a large job needs.
+        """
         with contextlib.suppress(OSError):
             fd = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(fd, 0, RESERVE_BYTES)
+                for halved in range(RESERVE_HALVED):
+                    with contextlib.suppress(OSError):
+                        os.posix_fallocate(fd, 0, RESERVE_BYTES >> halved)
+                        break
             finally:
                 os.close(fd)
 

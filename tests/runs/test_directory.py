@@ -319,8 +319,9 @@ def test_the_round_in_which_an_earlier_run_was_killed(environ: dict[str, str]) -
     assert directory.killed_in("none", environ) is None
 
 
+@pytest.mark.parametrize("used", [0, 900 << 10], ids=["empty", "nearly full"])
 def test_the_end_of_a_run_is_recorded_on_a_full_disk(
-    environ: dict[str, str], tmp_path: Path
+    environ: dict[str, str], tmp_path: Path, used: int
 ) -> None:
     """Else it would count as lost; what changes before the end is not worth the room."""
     programs.needed("mount", "umount")
@@ -329,6 +330,7 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     refused = subprocess.run(mount, capture_output=True, text=True)
     programs.allowed(refused.stderr if refused.returncode else None)
     try:
+        Path(environ["XDG_STATE_HOME"], "used").write_bytes(b"x" * used)
         run = create("full", environ)
         record = new_record(run, "full", [1, 2, 3])
         run.write_state(record | {"state": "RUNNING"})
