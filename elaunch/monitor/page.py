@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 INDENT: Final = "  "
 NARROW: Final = 100
+FOLDED: Final = 9
+"""Characters that are left in a line of a column that is folded."""
 # A terminal draws some hundred rows at once; nobody reads more there.
 MANY_ROWS: Final = 200
 FEW_ROWS: Final = 20
@@ -236,14 +238,31 @@ def _styled_table(table: Table, width: int) -> RenderableType:
 
     gap = 1 if width < NARROW else 2
     grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    fits = sum(_widths(table)) + gap * (len(table.columns) - 1) <= width
-    shown = [i for i, column in enumerate(table.columns) if fits or not column.spare]
+    shown = _columns_shown(table, gap, width)
     for column in (table.columns[i] for i in shown):
         grid.add_column(Text(column.name), **_column_options(column))
     for row in table.rows:
         cells = (row[i] for i in shown)
         grid.add_row(*(Text(cell.text, style=STYLES.get(cell.state, "")) for cell in cells))
     return grid
+
+
+def _columns_shown(table: Table, gap: int, width: int) -> list[int]:
+    """Return the columns that a terminal has room for: a number that is cut would be another one.
+
+    Without the spare ones, if all do not fit; then without those at the right that are not folded.
+    """
+    widths, columns = _widths(table), table.columns
+    shown = list(range(len(columns)))
+    if sum(widths) + gap * (len(shown) - 1) > width:
+        shown = [i for i in shown if not columns[i].spare]
+    least = [min(wide, FOLDED) if columns[i].elastic else wide for i, wide in enumerate(widths)]
+    while sum(least[i] + gap for i in shown) - gap > width:
+        fixed = [i for i in shown[1:] if not columns[i].elastic]
+        if not fixed:
+            break
+        shown.remove(fixed[-1])
+    return shown
 
 
 def _column_options(column: Column) -> dict[str, Any]:

@@ -263,14 +263,14 @@ def _command(record: Record) -> list[str]:
 def _workers(workers: Sequence[WorkerView], progress: Mapping[int, WorkerProgressRecord]) -> Table:
     columns = (
         Column("rank", right=True),
-        Column("local_rank", right=True),
+        Column("local_rank", right=True, spare=True),
         Column("pid", right=True),
         Column("state"),
         Column("CPU %", right=True),
         Column("RSS", right=True),
-        Column("tree RSS", right=True),
-        Column("threads", right=True),
-        Column("exit"),
+        Column("tree RSS", right=True, spare=True),
+        Column("threads", right=True, spare=True),
+        Column("exit", elastic=True),
         Column("step", right=True),
         Column("last", elastic=True),
     )

@@ -443,6 +443,20 @@ def test_eighty_columns_hold_the_list_and_the_workers_without_folding(tmp_path: 
     assert "script" in drawn(list_page([view.standing], False), 120)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_number_is_cut_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    """Columns are left out instead, and never what a row is of."""
+    view = viewed(tmp_path, "FAILED", "ended")
+    record = cast(Record, {**view.record, "run_id": "a-name-of-some-length-3fa2c1"})
+    standing = replace(view.standing, record=record)
+    shown = drawn(list_page([standing], True), width)
+    assert "FAILED" in shown and "a-name-o" in shown
+    worker = {**record["workers"][0], "pid": 1234567, "exit": "was killed by SIGKILL"}
+    workers = (WorkerView(cast(Any, worker), "FAILED", None),)
+    shown = drawn(run_page(replace(view, workers=workers)), width)
+    assert "1234567" in shown and "FAILED" in shown.partition("pid")[2] and "SIGKILL" in shown
+
+
 def test_states_are_coloured_and_text_is_never_markup(tmp_path: Path) -> None:
     view = viewed(tmp_path, "FAILED", "ended", reason="[bold]not markup[/bold]")
     file = io.StringIO()
