@@ -43,6 +43,11 @@ class Command(Struct, frozen=True):
     interpreter: str | None = None
 
     @property
+    def is_stdin(self) -> bool:
+        """Whether the script comes by stdin, for a plain process to read."""
+        return self.mode == "script" and self.entrypoint == "-"
+
+    @property
     def name(self) -> str:
         """What the job is called unless it is told: a module's name, a file's without suffix."""
         stem = self.entrypoint if self.mode == "module" else Path(self.entrypoint).stem
@@ -112,10 +117,14 @@ def _mode(answers: Answers, module: bool) -> Mode:
     return "module" if module else "script"
 
 
-def check(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:
+def check(
+    found: Command, answers: Answers, start: Path, interpreter: str, environ: Mapping[str, str]
+) -> None:
     """Check that the script, the module or the program can be started."""
     try:
-        if found.mode == "module":
+        if found.is_stdin:
+            _stdin(answers)
+        elif found.mode == "module":
             _module(found, start, interpreter, environ)
         elif found.mode == "command":
             _program(found, start, environ)
@@ -126,9 +135,14 @@ def check(found: Command, start: Path, interpreter: str, environ: Mapping[str, s
         raise
 
 
-def _script(found: Command, start: Path) -> None:
-    if found.entrypoint == "-":
+def _stdin(answers: Answers) -> None:
+    if answers["nproc-per-node"] != "1":
         raise UsageError("script '-': several workers cannot read one stdin; save it to a file")
+    if answers["detach"]:
+        raise UsageError("script '-': a job in the background has no stdin; save it to a file")
+
+
+def _script(found: Command, start: Path) -> None:
     path = start / found.entrypoint
     if why := files.problem(path):
         raise UsageError(f"script {found.shown} {why}{_script_hint(found, path)}")
@@ -223,7 +237,7 @@ def why_not_runnable(name: str, path: Sequence[str]) -> str | None:
 
 def why_not_found(name: str, path: Sequence[str]) -> str | None:
     """Return why importing ``name`` would fail, or None if it is there or cannot be told."""
-    if not all(part.isidentifier() for part in name.split(".")):
+    if "/" in name or not all(name.split(".")):
         return f"is not the name of a module{_slip(name)}"
     where: Sequence[str] = path
     done: list[str] = []

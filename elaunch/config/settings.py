@@ -147,7 +147,7 @@ def resolve(
     env = _environment(job)
     workers_environ = {**environ, **env}
     python = command.interpreter(answers, chosen, start)
-    command.check(chosen, start, python, workers_environ)
+    command.check(chosen, answers, start, python, workers_environ)
     command.preload(answers, start, python, workers_environ)
     checks.devices(answers, workers_environ)
     remarks = [] if meet else checks.master(answers, meeting)
@@ -158,7 +158,7 @@ def resolve(
     return Settings(
         **{
             **_plain(answers),
-            **_derived(answers),
+            **_derived(answers, chosen),
             **_named(answers, chosen, meet),
             **_places(answers, chosen, start),
             "rdzv_backend": meeting.backend,
@@ -202,9 +202,9 @@ def _plain(answers: Answers) -> dict[str, Any]:
     return {name: answers[flag] for name, flag in names.items() if flag in answers.flags}
 
 
-def _derived(answers: Answers) -> dict[str, Any]:
-    """Return the fields that are made of one or two flags."""
-    grace, spawn = answers["sibling-grace"], answers["start-method"] == "spawn"
+def _derived(answers: Answers, chosen: Command) -> dict[str, Any]:
+    """Return the fields that are made of one or two flags, or of a flag and the command."""
+    grace, spawn = answers["sibling-grace"], answers["start-method"] == "spawn" or chosen.is_stdin
     if not answers.is_set("sibling-grace"):
         grace = min(grace, answers["shutdown-timeout"])
     low, high = answers["nnodes"]

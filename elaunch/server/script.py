@@ -55,7 +55,10 @@ def prepare(job: Job) -> Callable[[], object]:
         _put_first_on_path(os.getcwd())
         sys.argv[0] = "-m"  # while the module is looked for; runpy sets the file's path
         return partial(_as_main, job.entrypoint)
-    path = os.path.join(os.getcwd(), job.entrypoint)  # not normalised: the interpreter does not
+    path = os.getcwd()
+    if job.entrypoint != "." or sys.version_info < (3, 11):
+        # Not normalised otherwise: the interpreter does not.
+        path = os.path.join(path, job.entrypoint)
     if os.path.isdir(path) or _is_archive(path):
         sys.path.insert(0, path)
         return partial(_as_main, "__main__", alter_argv=False)
@@ -93,6 +96,7 @@ def _recorded(start: Callable[[], object]) -> None:
     try:
         start()
     except Exception as error:
+        forget_server(error)
         errorrecord.write(error)
         raise
 

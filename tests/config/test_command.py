@@ -22,6 +22,8 @@ def path(tmp_path: Path) -> list[str]:
     (tmp_path / "runnable/__main__.py").write_text(trace)
     (tmp_path / "space/below").mkdir(parents=True)
     (tmp_path / "space/below/mod.py").write_text(trace)
+    (tmp_path / "my-pkg").mkdir()
+    (tmp_path / "my-pkg/a-b.py").write_text(trace)
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/__init__.py").write_text("__path__.append('/elsewhere')\n")
     (tmp_path / "extra/lib").mkdir(parents=True)
@@ -32,7 +34,7 @@ def path(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     "pkg.train pkg.inner.deep runnable space.below.mod other timeit json.tool odd.unknown "
-    "elaunch".split(),
+    "elaunch my-pkg.a-b".split(),
 )
 def test_modules_that_can_be_run(path: list[str], name: str, tmp_path: Path) -> None:
     """Packages, namespaces, PYTHONPATH, the library, an editable install."""

@@ -7,6 +7,7 @@ method spawn they are what the reference is.
 
 from __future__ import annotations
 
+import json
 import py_compile
 import re
 import subprocess
@@ -110,6 +111,8 @@ FORMS: dict[str, Form] = {
     "module imported before": (package(init="from . import mod\n"), ["-m", "pkg.mod"], {}),
     "package": (package(FAIL), ["-m", "pkg", "--flag"], {}),
     "directory": (file("d/__main__.py", FAIL), ["d", "x"], {}),
+    "this directory": (file("__main__.py", FAIL), [".", "x"], {}),
+    "module with a hyphen": (file("my-pkg/a-b.py", FAIL), ["-m", "my-pkg.a-b"], {}),
     "zip": (archive("app.zip", FAIL), ["app.zip"], {}),
     "zip app": (archive("app", FAIL, b"#!/usr/bin/env python3\n"), ["app", "x"], {}),
     "latin-1": (
@@ -183,6 +186,30 @@ def test_a_form_runs_as_under_python(elaunch: Launcher, tmp_path: Path, name: st
         assert any(kind in said[1] for kind in kinds) and b"elaunch" not in said[1]
         return
     assert [_decoded(text) for text in said] == [_decoded(python.stdout), _decoded(python.stderr)]
+
+
+def test_the_script_by_stdin(elaunch: Launcher, tmp_path: Path) -> None:
+    """As ``python -``, by a plain process."""
+    piped = ["bash", "-c", 'exec "$@" < s.py', "bash", sys.executable]
+    file("s.py", SHOW)(tmp_path)
+    python = subprocess.run(
+        [*piped, "-u", "-", "x"], cwd=tmp_path, env=elaunch.env, capture_output=True, text=True
+    )
+    words = ["-m", "elaunch", "run", "-", "x"]
+    done = elaunch.start_command([*piped, *words], cwd=tmp_path).wait()
+    assert (done.returncode, python.returncode) == (0, 0), done.stderr
+    assert _decoded(done.stdout.encode()) == _decoded(python.stdout.encode())
+
+
+def test_the_record_of_a_path_that_is_run(elaunch: Launcher, tmp_path: Path) -> None:
+    """It begins where runpy does."""
+    file("s.py", FAIL)(tmp_path)
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = elaunch.run(["run", "--preload", "none", "--run-path", "s.py"], cwd=tmp_path, env=env)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    stack = message["extraInfo"]["py_callstack"].splitlines()
+    assert (done.returncode, message["message"]) == (1, "ValueError: no")
+    assert "runpy" in stack[1] and "elaunch" not in "".join(stack)
 
 
 def _decoded(text: bytes) -> str:
