@@ -142,7 +142,7 @@ def slurm(job: ScheduledJob) -> str:
 # Slurm sends USR1 here {lead} s before the time limit: the job saves, and ends with {PREEMPTED}.
 ask() {{
     asked=yes
-    elaunch preempt {run_id} --deadline {left} --reason "the time limit of the Slurm job"
+    elaunch preempt --deadline {left} --reason "the time limit of the Slurm job" -- {run_id}
 }}
 trap ask USR1
 
@@ -371,6 +371,9 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
             raise answers.fault(name, "has no place in a manifest", "the scheduler decides that")
     checks.refused(answers)
     _check_backend(answers)
+    if answers["exit-codes"] == "torchrun":
+        why = f"has no place in a manifest: a job to be continued has to end with {PREEMPTED}"
+        raise answers.fault("exit-codes", why, "leave it out")
     for word in (*line.command, *line.flags.values(), given["image"], given["claim"]):
         if not _is_text(word):
             raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")

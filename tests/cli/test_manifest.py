@@ -183,6 +183,12 @@ def test_no_word_is_run_by_the_shell(tmp_path: Path) -> None:
     assert {f"--rdzv-id={run_id}", run_id} <= {*done.stdout.splitlines()}
 
 
+def test_a_run_id_that_looks_like_a_flag_is_asked_to_save() -> None:
+    """By ``elaunch preempt``, which would take it for one of its own."""
+    script = TARGETS["slurm"](read(["--rdzv-id=-x", "train.py"], **OPTIONS))
+    assert "    elaunch preempt --deadline 105 --reason" in script and " -- -x\n" in script
+
+
 @pytest.mark.parametrize("target", CLUSTERS)
 def test_the_agent_ends_before_the_kubelet_ends_it(target: str) -> None:
     """However short the lead is; a time of the user's own is kept where it fits."""
@@ -229,6 +235,7 @@ def test_a_lead_that_is_too_short(
         (["--file=nowhere.yaml"], "--file: 'nowhere.yaml'"),
         (["--time=4h", "train.py"], "--time is an option of `elaunch manifest`; it stands"),
         (["--gpus", "8", "train.py"], "--gpus is an option of `elaunch manifest`"),
+        (["--exit-codes=torchrun", "train.py"], "--exit-codes: 'torchrun' has no place"),
         (["train.py", "\udcff"], "that are no text in UTF-8"),
     ],
 )
