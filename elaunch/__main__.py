@@ -21,6 +21,8 @@ def main() -> int:
     launches = sys.argv[1:2] in (["run"], ["wrap"])
     if launches:
         signal.signal(signal.SIGINT, _leave)
+        # Where a parent ignores it, the kernel itself takes away a child that has ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         earlysignals.hold()
     try:
         from elaunch.cli import execute

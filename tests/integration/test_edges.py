@@ -302,3 +302,12 @@ def test_a_preloaded_module_that_computes(elaunch: Launcher, tmp_path: Path) -> 
     assert "the workers are started by --start-method spawn instead" in line
     record = json.loads((elaunch.state / "elaunch" / "runs" / "r" / "state.json").read_text())
     assert record["start_method"] == "spawn"
+
+
+def test_a_parent_that_ignores_the_end_of_children(elaunch: Launcher, tmp_path: Path) -> None:
+    """Agent, server and workers do not: the kernel would take away what they wait for."""
+    script = tmp_path / "s.py"
+    script.write_text("import signal\nprint(repr(signal.getsignal(signal.SIGCHLD)))\n")
+    command = [sys.executable, "-m", "elaunch", "run", *SPAWN, script]
+    done = elaunch.start_command(["env", "--ignore-signal=CHLD", *command]).wait()
+    assert (done.returncode, done.stdout) == (0, "<Handlers.SIG_DFL: 0>\n"), done.stderr
