@@ -6,10 +6,12 @@ it writes otherwise ends them in a traceback.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,7 +24,7 @@ from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.records import RecordError, decode_agent
 from elaunch.store.protocol import Change, Store
-from elaunch.store.tcp import client, connection
+from elaunch.store.tcp import client, connection, host
 from elaunch.store.tcp import store as tcpstore
 from elaunch.store.tcp.host import hang_up_on_silent
 from elaunch.text import duration
@@ -159,6 +161,25 @@ def test_silent_connections_are_ended(hosted: tuple[Store, Stranger], port: int)
         assert other.get("nothing") == b""
     store.enrol("aa", b"a record", 60.0)
     wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "the host goes on")
+
+
+def test_a_host_without_a_descriptor_goes_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot look for silent connections then; members come and go all the same."""
+    tried = threading.Event()
+
+    def look(port: int) -> int:
+        tried.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(host, "hang_up_on_silent", look)
+    monkeypatch.setattr(host, "IDLE_EVERY", 0.3)
+    listening = socket.create_server(("127.0.0.1", port))
+    with closing(client.host(listening, "job", timeout=20.0)) as store:
+        store.enrol("aa", b"a record", 0.5)
+        assert tried.wait(20.0)
+        wait_until(lambda: not store.members(), 20.0, "it is missed")
+        store.enrol("bb", b"a record", 60.0)
+        wait_until(lambda: set(store.members()) == {"bb"}, 20.0, "the host goes on")
 
 
 def test_no_more_connections_than_there_is_room_for(

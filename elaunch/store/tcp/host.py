@@ -250,11 +250,17 @@ class MembersThread:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
+                self._end_silent()
                 self._turn()
-            except StoreUnreachable:  # the host itself was frozen; nothing else is in between
+            except (StoreUnreachable, OSError):  # the host was frozen, or has no descriptor left
                 self._closed.wait(0.1)
             except StoreClosed:
                 return
+
+    def _end_silent(self) -> None:
+        if time.monotonic() >= self._idle_at:
+            self._idle_at = time.monotonic() + IDLE_EVERY
+            hang_up_on_silent(self._port)
 
     def _turn(self) -> None:
         """Wait for notices until the counters must be read; take both in, write for readers."""
@@ -268,9 +274,6 @@ class MembersThread:
                 self._line.exchange(lambda line, by: _remove(line, inbox, by))
                 self._closed.wait(SPARSELY)
         finally:
-            if time.monotonic() >= self._idle_at:
-                self._idle_at = time.monotonic() + IDLE_EVERY
-                hang_up_on_silent(self._port)
             self._tick()
             self._take([notice for one in raw if (notice := read_notice(one))])
         if self._now >= self._judge_at:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator
+from operator import attrgetter
 from typing import Final
 
 from elaunch.store.tcp.wire import CHUNK, LONGEST, VALIDATE
@@ -28,6 +31,8 @@ _MOST_UNSENT: Final = 1 << 26
 """Bytes that a client may leave unread; the nodes of 16,384 agents are half a megabyte."""
 _AGAIN_S: Final = 1.0
 """Seconds until a connection is accepted again after there was no descriptor for one."""
+_OWN_FILES: Final = 256
+"""Descriptors that are left to the process, or half of its limit."""
 
 log = logging.getLogger("elaunch")
 
@@ -45,6 +50,7 @@ class _Client:
         self.unsent = bytearray()
         self.waits_for: set[bytes] = set()
         self.is_full = False
+        self.heard = 0.0
         self._requests = server.requests(self)
         self._needed = next(self._requests)
 
@@ -76,6 +82,10 @@ class TcpServer:
         self._waiting: defaultdict[bytes, set[_Client]] = defaultdict(set)
         self._selector = selectors.DefaultSelector()
         self._accepts_at: float | None = None
+        self._clients: dict[_Client, None] = {}  # in the order in which they came
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = max(limit // 2, limit - _OWN_FILES) if limit > 0 else sys.maxsize
+        self._short = False
         self._ended, self._end = socket.socketpair()
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
@@ -115,13 +125,26 @@ class TcpServer:
             return
         except OSError as error:
             # The listening socket stays readable: the thread would only come here again.
-            log.warning("the agents' store takes no connection for now: %s", error.strerror)
+            self._complain(f"takes no connection for now: {error.strerror}")
             self._selector.unregister(self._listening)
             self._accepts_at = time.monotonic() + _AGAIN_S
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(sock, selectors.EVENT_READ, _Client(sock, self))
+        client = _Client(sock, self)
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        self._clients[client] = None
+        if len(self._clients) > self._most:
+            self._complain(
+                f"has {self._most} connections, for more raise ulimit -n: the most "
+                "silent one ends for each that comes"
+            )
+            self._drop(min(self._clients, key=attrgetter("heard")))
+
+    def _complain(self, problem: str) -> None:
+        if not self._short:
+            log.warning("the agents' store %s", problem)
+        self._short = True
 
     def _accept_again(self) -> None:
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -134,6 +157,7 @@ class TcpServer:
                 if not data:
                     raise ConnectionResetError
                 client.received += data
+                client.heard = time.monotonic()
                 client.serve()
             self._flush(client)
         except BlockingIOError:
@@ -143,6 +167,7 @@ class TcpServer:
 
     def _drop(self, client: _Client) -> None:
         self._forget(client)
+        self._clients.pop(client, None)
         with contextlib.suppress(KeyError, ValueError):  # it was dropped when it was to be woken
             self._selector.unregister(client.sock)
         client.sock.close()

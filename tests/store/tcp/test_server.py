@@ -99,3 +99,41 @@ def test_who_connects_waits_while_no_descriptor_is_left() -> None:
 def _is_full(files: str, most: int) -> bool:
     sockets = [os.readlink(f"{files}/{name}") for name in os.listdir(files)]
     return sum(link.startswith("socket:") for link in sockets) >= most
+
+
+FLOODED = """
+import logging, os, resource, socket, sys
+from elaunch.store.tcp.server import TcpServer
+logging.basicConfig(format="%(message)s")
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+server = TcpServer(listening)
+print(listening.getsockname()[1], flush=True)
+sys.stdin.readline()
+os.pipe()
+"""
+
+
+def test_the_most_silent_of_too_many_clients_goes() -> None:
+    """The process keeps descriptors for itself, those that talk stay, and one line says so."""
+    argv, pipe = [sys.executable, "-c", FLOODED], subprocess.PIPE
+    with (
+        subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        line = stack.enter_context(closing(connected(port)))
+        more = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(150)
+        ]
+        more[0].settimeout(LONG)
+        assert more[0].recv(1) == b""
+        by = time.monotonic() + LONG
+        assert line.values(["none"], by) == [b""]
+        with closing(connected(port)) as late:
+            assert late.values(["none"], by) == [b""]
+        _, told = process.communicate("\n", LONG)
+        assert told.startswith("the agents' store has 50 connections")
+        assert told.count("\n") == 1
