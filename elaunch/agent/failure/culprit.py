@@ -10,7 +10,7 @@ a hang        what its collectives show (elaunch.agent.hangs.collectives); of a 
 differ        the collectives did: whoever fails of that first, both sides are named there
 own           the first failure has a cause of its own: its line comes first, and nothing else
 likelier      the first has what a victim has, and another rank failed for a cause of its own
-barrier       a rank's monitored_barrier says which ranks have not come
+absent        a rank's collective of elaunch's, or monitored_barrier, says which have not come
 timeout       the first waited until its timeout: for whom, by the collectives
 ended         the others have waited for a rank that has ended with 0
 behind        they have waited for a rank for long, and none has just lost its connection
@@ -36,7 +36,11 @@ from elaunch.agent.policy.events import HangSeen
 
 _TIMEOUTS: Final = frozenset({"E-COLLECTIVE-TIMEOUT", "E-NCCL-TIMEOUT"})
 _CLOSED: Final = frozenset({"E-PEER-LOST", "E-CONNECTION"})
-_ABSENT: Final = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
+_ABSENT: Final = re.compile(
+    r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier"
+    r"|\b(?P<call>\w+ #\d+): not all ranks came within \S+ s: (?P<told>.*)"
+)
+_TOLD: Final = re.compile(r"\brank (\d+) \(host ")
 
 
 def of_hang(made: FailureReport, hang: HangSeen) -> Culprit:
@@ -84,13 +88,14 @@ def _likelier(made: FailureReport) -> Culprit | None:
 
 
 def _absent(made: FailureReport) -> Culprit | None:
-    """Return whom a monitored_barrier has named."""
+    """Return whom a collective has named."""
     for failure in (made.first, *made.victims, *made.stopped):
         if found := _ABSENT.search("\n".join([failure.message, *failure.traceback])):
-            ranks = tuple(sorted(map(int, found["ranks"].split(", "))))
+            named = _TOLD.findall(found["told"]) if found["call"] else found["ranks"].split(", ")
+            ranks = tuple(sorted(map(int, named)))
             have = "has" if len(ranks) == 1 else "have"
-            by = f"as rank {failure.exit.rank} says"
-            return Culprit(ranks, f"{text.ranks(ranks)} {have} not come to monitored_barrier, {by}")
+            what, by = found["call"] or "monitored_barrier", f"as rank {failure.exit.rank} says"
+            return Culprit(ranks, f"{text.ranks(ranks)} {have} not come to {what}, {by}")
     return None
 
 

@@ -106,6 +106,19 @@ def test_whom_a_monitored_barrier_names(ranks: str, named: tuple[int, ...]) -> N
     assert found.sentence.endswith("not come to monitored_barrier, as rank 0 says")
 
 
+def test_whom_a_collective_of_elaunch_names() -> None:
+    """The others have waited until its timeout, and asked each other who has not come to it."""
+    late = (
+        "elaunch.errors.CollectiveTimeout: save of step 20, copying: allgather #12: not all ranks "
+    )
+    late += (
+        "came within 5 s: rank 1 (host n, pid 7) does not answer; rank 3 (host n, pid 9): its last"
+    )
+    found = of_failure(made(end(0, 1, (*HEAD, late)), end(1, -15, stopped=True)), (), 4)
+    told = "ranks 1, 3 have not come to allgather #12, as rank 0 says"
+    assert found == Culprit((1, 3), told)
+
+
 TABLE = {
     "one has ended": (
         (end(0, 1, LOST), end(2, 1, LOST, stopped=True), end(3, -15, stopped=True)),
