@@ -151,14 +151,15 @@ class Agent:
 
     def _still_starting(self, seconds: float) -> str:
         settings, state = self._settings, self._state
+        if state.phase is not Phase.STARTING:
+            return ""  # the first round is just being started
         modules = " ".join(name for name in settings.preload if not name.startswith("+"))
         imports = f"it imports {modules} (--preload), " if modules else ""
         what = f"the server that starts the workers, for {seconds:.0f} s: {imports}if the"
         if not state.limits.nproc:
             what = f"the server to count the devices, for {seconds:.0f} s: it imports torch first, "
             what += "if the"
-        elif not state.probed:
-            directory = settings.checkpoint_dir
+        elif (directory := settings.checkpoint_dir) is not None and not state.probed:
             return f"still waiting for --checkpoint-dir {directory} to answer, for {seconds:.0f} s"
         return f"still waiting for {what} file system of {settings.interpreter} answers at all"
 

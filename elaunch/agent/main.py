@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,6 +40,7 @@ from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.rendezvous.coordinator import Standalone, rules_of_one
 from elaunch.rendezvous.decide.view import Search
@@ -143,7 +143,7 @@ class _Run:
             standalone=standalone,
         )
         prune = partial(directory.prune_for, context.run_dir, os.environ)
-        threading.Thread(target=prune, name="prune", daemon=True).start()
+        atonce.start("prune", prune)
         saver.check()
         if detached is not None:
             detached.ready(pages.wait())
@@ -246,9 +246,7 @@ def _alone(
 
     def search(asked: Search) -> None:
         """Look in a thread of its own, since storage may hang."""
-        threading.Thread(
-            target=lambda: post(look(settings, finisher, asked)), name="checkpoints", daemon=True
-        ).start()
+        atonce.start("checkpoints", lambda: post(look(settings, finisher, asked)))
 
     coordinator = Standalone(rules, post, search, clock=time.monotonic)
     first = NodeStatus("", "", 0, 0, settings.role)  # the host needs no name

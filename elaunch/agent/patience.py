@@ -23,13 +23,17 @@ log = logging.getLogger("elaunch")
 
 @contextlib.contextmanager
 def logged_wait(what: Callable[[float], str]) -> Iterator[None]:
-    """Log ``what(seconds)`` now and then while the block goes on; seconds since it began."""
+    """Log ``what(seconds)`` now and then while the block goes on; seconds since it began.
+
+    Nothing is logged where that is "".
+    """
     over, began = threading.Event(), time.monotonic()
 
     def report() -> None:
         pause = FIRST_S
         while not over.wait(pause):
-            log.warning("%s", what(time.monotonic() - began))
+            if text := what(time.monotonic() - began):
+                log.warning("%s", text)
             pause = REPEAT_S
 
     threading.Thread(target=report, name="patience", daemon=True).start()

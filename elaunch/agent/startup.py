@@ -17,6 +17,7 @@ from elaunch import env
 from elaunch.agent.children import server_command, spawn, title_room
 from elaunch.config import Settings
 from elaunch.config.flags.table import SECRET_VARIABLES
+from elaunch.errors import ElaunchError
 from elaunch.server import devices
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
         from elaunch.agent.main import run as run_agent
 
         return run_agent(settings, environ, handled, detached=detached)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        limits = "see the limits on processes (ulimit -u, pids.max)"
+        raise ElaunchError(f"no thread can be started on this node: {limits}") from error
     finally:
         _end_unused()
 

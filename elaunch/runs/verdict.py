@@ -26,6 +26,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
+from elaunch.errors import CheckpointError, StoreError
 from elaunch.runs.record import (
     JobTimingRecord,
     LatenessRecord,
@@ -191,7 +192,12 @@ def lines(record: Record) -> list[str]:
 
 
 def _headline(record: Record) -> str:
-    """Return which rank ended the last round and with what; else the reason of the end."""
+    """Return which rank ended the last round and with what; else the reason of the end.
+
+    A restart may have followed that failure, but for the checkpoint directory or the store.
+    """
+    if record["exit_code"] in (CheckpointError.exit_code, StoreError.exit_code):
+        return one_line(record["reason"] or "")
     elsewhere, own = record.get("job_failure"), record["failure"]
     if elsewhere and elsewhere.get("round") == record["round"]:
         first_line = str(elsewhere.get("text", "")).partition("\n")[0]

@@ -311,3 +311,52 @@ def test_a_parent_that_ignores_the_end_of_children(elaunch: Launcher, tmp_path: 
     command = [sys.executable, "-m", "elaunch", "run", *SPAWN, script]
     done = elaunch.start_command(["env", "--ignore-signal=CHLD", *command]).wait()
     assert (done.returncode, done.stdout) == (0, "<Handlers.SIG_DFL: 0>\n"), done.stderr
+
+
+NO_THREADS = """
+import runpy, sys, threading
+real, left = threading.Thread.start, int(sys.argv.pop(1))
+def start(thread):
+    global left
+    if left == 0:
+        raise RuntimeError("can't start new thread")
+    left -= 1
+    real(thread)
+threading.Thread.start = start
+runpy.run_module("elaunch", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("left", [0, 2, 5])
+def test_no_room_for_the_agents_threads(elaunch: Launcher, left: int) -> None:
+    """One line says what to raise, and nothing is left behind."""
+    script = elaunch.directory / "limited.py"
+    script.write_text(NO_THREADS)
+    (elaunch.directory / "x.py").touch()
+    argv = ["env", sys.executable, script, str(left), "run", *SPAWN, "x.py"]
+    done = elaunch.start_command(argv).wait()
+    assert done.returncode == 70, done.stderr
+    assert "no thread can be started on this node: see the limits on processes" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+OFTEN = """
+import runpy
+from elaunch.agent import patience
+patience.FIRST_S = patience.REPEAT_S = 0.001
+runpy.run_module("elaunch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_what_a_start_waits_for_is_told_no_longer_than_it_does(elaunch: Launcher) -> None:
+    """Not while the first round's workers are being started, nor of a directory that none is."""
+    script = elaunch.directory / "often.py"
+    script.write_text(OFTEN)
+    (elaunch.directory / "x.py").touch()
+    argv = ["env", sys.executable, script, "run", "--nproc-per-node=16", "x.py"]
+    done = elaunch.start_command(argv, env={"LOGLEVEL": "INFO"}).wait()
+    assert done.returncode == 0, done.stderr
+    _, begun, after = done.stderr.partition("round 0: first start")
+    assert begun
+    assert "still waiting" not in after
+    assert "None" not in done.stderr

@@ -77,8 +77,10 @@ ELSEWHERE = {"round": 1, "text": "rank 9 failed: E\nrank 9 (local_rank 1) on hos
         ({"failure": FAILURE, "job_failure": {**ELSEWHERE, "summary": "hung"}}, "hung"),
         ({"failure": {"round": 1, "summary": "of an earlier version"}}, "of an earlier version"),
         ({"failure": {**FAILURE, "round": 0}, "reason": "the store\x1b was lost"}, "the store"),
+        ({"failure": FAILURE, "exit_code": 74, "reason": "cannot look for"}, "cannot look for"),
+        ({"job_failure": ELSEWHERE, "exit_code": 69, "reason": "lost the store"}, "lost the store"),
     ],
-    ids=["here", "elsewhere", "hang elsewhere", "earlier version", "another reason"],
+    ids="here,elsewhere,hang elsewhere,earlier version,another reason,directory,store".split(","),
 )
 def test_the_result_names_who_is_to_blame(changes: dict[str, Any], result: str) -> None:
     """In the last lines of a run that failed, behind torchrun's long table."""

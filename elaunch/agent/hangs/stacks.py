@@ -32,6 +32,7 @@ from elaunch import env, proc
 from elaunch.agent.hangs import stackdump
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
+from elaunch.checkpoint.storage import atonce
 from elaunch.server import processes
 
 WRITE_S: Final = 5.0
@@ -103,7 +104,7 @@ def start(
     def run() -> None:
         post(structs.replace(take(round_number, workers), last=last))
 
-    threading.Thread(target=run, name="stacks", daemon=True).start()
+    atonce.start("stacks", run)
     return OVERDUE_S
 
 

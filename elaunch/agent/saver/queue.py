@@ -28,7 +28,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -37,7 +37,7 @@ from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
 from elaunch.checkpoint.records import Committed, Image, Stage
-from elaunch.checkpoint.storage.atonce import Pace, stand_back
+from elaunch.checkpoint.storage.atonce import Pace, start
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.wire.worker import StagedShard
@@ -112,7 +112,7 @@ class SaveQueue:
         name = f"checkpoint {shard.stage.step} rank {rank}"
         work = partial(self._write, save, shard, memory)
         supervise = save.writing[rank].supervise
-        return threading.Thread(target=supervise, args=(work,), name=name, daemon=True).start
+        return partial(start, name, supervise, work)
 
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` stages nothing of the save that it has begun.
@@ -319,7 +319,9 @@ class SaveQueue:
 
         alone = shard.header.copied or shard.header.world_size <= len(self._rules.own_ranks())
         if not alone:
-            _start(f"checkpoint {shard.stage.step} report", report)
+            name = f"checkpoint {shard.stage.step} report"
+            with suppress(RuntimeError):  # there can be no more threads
+                threading.Thread(target=report, name=name, daemon=True).start()
         try:
             yield
         finally:
@@ -408,10 +410,4 @@ def _nothing() -> None:
     """Do nothing, in place of the write of a shard that is not wanted any more."""
 
 
-def _start(name: str, target: Any, *args: Any) -> None:
-    threading.Thread(target=_aside, args=(target, *args), name=name, daemon=True).start()
-
-
-def _aside(target: Any, *args: Any) -> None:
-    stand_back()
-    target(*args)
+_start: Final = partial(start, behind=True)

@@ -41,7 +41,7 @@ from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, error_text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Stage
-from elaunch.checkpoint.storage.atonce import Pace
+from elaunch.checkpoint.storage.atonce import Pace, start
 from elaunch.checkpoint.storage.commit import read_committed
 from elaunch.checkpoint.storage.durable import (
     make_parents,
@@ -157,7 +157,7 @@ class Replicas:
         name = f"copy of rank {replica[0].header.rank}"
         pace = Pace()
         work = partial(self._write, replica, target, until, pace)
-        threading.Thread(target=pace.supervise, args=(work,), name=name, daemon=True).start()
+        start(name, pace.supervise, work)
 
     def _write(self, replica: _Replica, target: Path | None, until: float, pace: Pace) -> None:
         """Put a replica into the checkpoint at ``target``, or into its stage before ``until``."""

@@ -23,6 +23,7 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.checkpoint.storage.atonce import start
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord
@@ -105,7 +106,7 @@ class AgentSaver:
                 service.queue.await_rest([one.uuid for one in settled.held])
                 self._setup.post(events.SavesSettled(number, held=service.held()))
 
-        threading.Thread(target=settle, name="settle checkpoints", daemon=True).start()
+        start("settle checkpoints", settle)
 
     def close(self) -> None:
         """Give the memory back; waits a bounded time for other nodes' shards of the last save."""

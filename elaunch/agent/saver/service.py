@@ -29,6 +29,7 @@ from elaunch.agent.saver.queue import SaveQueue, Settled
 from elaunch.agent.saver.replicas import Replicas
 from elaunch.agent.saver.shards import REPLICA, Shards
 from elaunch.checkpoint.records import Stage
+from elaunch.checkpoint.storage.atonce import start, within
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards
@@ -86,7 +87,7 @@ class SaverService:
         self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"
-            threading.Thread(target=self._go_on, args=(adopted,), name=name, daemon=True).start()
+            start(name, self._go_on, adopted)
 
     def _go_on(self, uuid: str) -> None:
         """Go on with the save that the round resumes from, also for the nodes that are gone."""
@@ -117,9 +118,7 @@ class SaverService:
         held = self.held() if holds else ()
         self.rules.decide(not held)
         if not held:
-            replicas = threading.Thread(target=self._write_replicas, name="replicas", daemon=True)
-            replicas.start()
-            replicas.join(max(0.0, until - time.monotonic()))
+            within(max(0.0, until - time.monotonic()), self._write_replicas, "replicas")
         settled = self.queue.settle(until, going_on={one.uuid for one in held})
         if self._setup.settings.checkpoint_local:
             # Nobody can finish it later: each directory lacks what the other nodes have.
@@ -314,7 +313,7 @@ class SaverService:
         with self._changed:
             self._pushing.add(name)
         thread_name = f"replica of rank {shard.header.rank}"
-        threading.Thread(target=push, name=thread_name, daemon=True).start()
+        start(thread_name, push)
 
     def replicated(self, connection: SaverConnection) -> str:
         """Return the uuid of the worker's newest save whose shard a neighbour has, or ""."""

@@ -238,9 +238,15 @@ class WorkerLinks:
             if requests is None:
                 requests = link.requests = Requests(link.channel)
                 name = f"requests {link.local_rank}"
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, args=(requests,), name=name, daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.warning("worker %d cannot be served: %s", link.local_rank, error)
+                    self._drop(link)
+                    return
         requests.put(message)
 
 

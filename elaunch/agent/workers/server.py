@@ -18,6 +18,7 @@ from typing import Final, Literal
 from elaunch import env, proc
 from elaunch.agent.children import Reaper, server_command
 from elaunch.agent.policy import events
+from elaunch.checkpoint.storage import atonce
 from elaunch.errors import ServerError
 from elaunch.server.processes import LOOK_AGAIN, Sweep
 from elaunch.wire.local import LocalChannel, Message
@@ -164,9 +165,7 @@ class WorkerServer:
 
     def sweep_orphans(self, round_number: int) -> None:
         """End what a dead server left to the agent, in a thread of its own; posts TreeGone."""
-        threading.Thread(
-            target=self._sweep_orphans, args=(round_number,), name="sweeper", daemon=True
-        ).start()
+        atonce.start("sweeper", self._sweep_orphans, round_number)
 
     def _sweep_orphans(self, round_number: int) -> None:
         self._post(_tree_gone(self._sweep_own(round_number)))

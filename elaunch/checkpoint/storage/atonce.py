@@ -8,6 +8,9 @@ priority that was lowered cannot be raised again without a privilege. So one thr
 priority stays beside those of low priority that write a shard. The work is cut into steps; when
 they make less than ``ENOUGH`` bytes a second, that thread starts others for the rest. That costs
 little where the storage itself is slower: a thread that waits for it needs no processor.
+
+Where no thread can be had (``ulimit -u``, pids.max: workers may have used up all), the thread that
+wants one does the work itself: a save that nobody writes would be waited for.
 """
 
 from __future__ import annotations
@@ -74,11 +77,29 @@ def within(seconds: float, call: Callable[[], object], name: str) -> bool:
     """Make a call in a thread, wait ``seconds`` for it at most; return whether it has ended."""
     errors: list[BaseException] = []
     thread = threading.Thread(target=_run, args=(call, errors), name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        call()
+        return True
     thread.join(seconds)
     if errors:
         raise errors[0]
     return not thread.is_alive()
+
+
+def start(name: str, target: Callable[..., object], *args: object, behind: bool = False) -> None:
+    """Call ``target`` in a thread of its own, ``behind`` the training."""
+
+    def run() -> None:
+        if behind:
+            stand_back()
+        target(*args)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        target(*args)
 
 
 def stand_back() -> None:
@@ -134,9 +155,14 @@ class Pace:
             finally:
                 self._calls.put(None)
 
-        threading.Thread(target=behind, name="checkpoint", daemon=True).start()
+        try:
+            threading.Thread(target=behind, name="checkpoint", daemon=True).start()
+        except RuntimeError:
+            self._supervised = False
+            work()
+            return
         while (call := self._calls.get()) is not None:
-            threading.Thread(target=call, name="checkpoint-hurried", daemon=True).start()
+            start("checkpoint-hurried", call)
 
     def run(self, steps: Iterator[int]) -> None:
         """Do the steps, each of which yields its bytes; raises what they raise."""

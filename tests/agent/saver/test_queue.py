@@ -602,3 +602,17 @@ def test_a_directory_that_has_gone(tmp_path: Path, caplog: pytest.LogCaptureFixt
     rig.root.rmdir()
     (tmp_path / "away").rename(rig.root)  # mounted again
     assert rig.saved(30) is not None
+
+
+def test_a_save_is_written_where_no_thread_can_be_started(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would write it, and the next save would wait for it."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert rig.saved(10)
+    assert rig.saved(20)
+    assert rig.names == ["step-00000010.r0", "step-00000020.r0"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint.storage import atonce, durable
-from elaunch.checkpoint.storage.atonce import ENOUGH, Pace, at_once, within
+from elaunch.checkpoint.storage.atonce import ENOUGH, Pace, at_once, start, within
 from elaunch.checkpoint.writing.manifests import FileEntry
 
 ROOT = Path(__file__).parents[3]
@@ -144,3 +144,31 @@ def test_a_file_is_the_same_at_every_pace(tmp_path: Path, monkeypatch: pytest.Mo
         assert (made.size, made.checksum) == (plain.size, plain.checksum)
         assert (tmp_path / f"paced{number}").read_bytes() == b"".join(pieces)
         assert own.hurries
+
+
+def test_slow_steps_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are done all the same, each once."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(atonce, "LOOK_S", 0.02)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    seen: list[int] = []
+    led(Pace(), steps(20, 1, 0.005, seen))
+    assert seen == [niceness()] * 20
+
+
+def test_where_no_thread_can_be_started_the_work_is_done_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers may have used up the processes that a user may have."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    done: list[int] = []
+    start("test", done.append, 1, behind=True)
+    assert within(1.0, lambda: done.append(2), "test")
+    assert done == [1, 2]
