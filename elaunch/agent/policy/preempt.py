@@ -137,7 +137,9 @@ def ended(state: State) -> Decision:
     if state.interrupted is not None:
         reason = f"stopped by {state.interrupted.name}; the workers had not saved and ended before"
         return Finish(128 + state.interrupted), reason
-    return Finish(KILLED), f"killed: {state.notice.reason}, and the workers did not end in time"
+    return Finish(
+        KILLED
+    ), f"killed: {state.notice.reason}; the workers had not saved and ended before"
 
 
 def overdue(state: State) -> Decision:

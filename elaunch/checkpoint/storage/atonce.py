@@ -59,9 +59,14 @@ def at_once(calls: Sequence[Callable[[], _T]], most: int, name: str) -> list[_T]
     ]
     try:
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                _run(work, errors)
+                break
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     except BaseException as error:  # Ctrl-C: what runs still reads the caller's memory
         errors.append(error)
         for thread in threads:

@@ -343,7 +343,7 @@ TABLE: dict[str, Row] = {
             *(exited(0, -15, stopped=True), exited(1, -9, stopped=True), gone()),
         ),
         Finish(137),
-        "killed: drain, and the workers did not end in time",
+        "killed: drain; the workers had not saved and ended before",
     ),
     "killed after SIGTERM": (
         TWO,

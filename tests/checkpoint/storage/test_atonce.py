@@ -172,3 +172,4 @@ def test_where_no_thread_can_be_started_the_work_is_done_here(
     start("test", done.append, 1, behind=True)
     assert within(1.0, lambda: done.append(2), "test")
     assert done == [1, 2]
+    assert at_once([partial(int, n) for n in range(6)], 3, "test") == list(range(6))
