@@ -110,7 +110,9 @@ class ForkedCall:
     def __init__(self, call: Callable[[], Any]) -> None:
         self.file, write_end = os.pipe()
         parent = os.getpid()
-        self._pid = os.fork()
+        self._pid = -1
+        with contextlib.suppress(OSError):  # at a limit on processes, which is no answer
+            self._pid = os.fork()
         if self._pid == 0:
             try:
                 die_with_parent(parent)
@@ -127,7 +129,8 @@ class ForkedCall:
         with open(self.file, "rb") as pipe:
             data = pipe.read()
         with contextlib.suppress(ChildProcessError):  # a thread that waits for all children has
-            os.waitpid(self._pid, 0)
+            if self._pid > 0:
+                os.waitpid(self._pid, 0)
         return json.loads(data) if data else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import threading
@@ -370,3 +371,13 @@ def test_when_to_look_again(ready: Ready) -> None:
         forced = Sweep(order(), pid, tuple)
         assert forced.next_look() <= time.monotonic() + LOOK_AGAIN
         step_to_the_end(forced)
+
+
+def test_a_fork_that_cannot_be_made_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit on processes the server imports nothing ahead, and lives on."""
+
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refused)
+    assert processes.call_in_fork(lambda: "an answer") is None
