@@ -16,13 +16,13 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.checkpoint.retention.delete import Keep, Retiring
 from elaunch.checkpoint.storage.storage import Storage
-from elaunch.errors import SaveError, StoreError
+from elaunch.errors import SaveError, StoreError, StoreUnreachable
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError
 from elaunch.wire.worker import StagedShard
 
 FENCE_S: Final = 10.0
-"""Seconds for the loop to answer whether that is still the round."""
+"""Seconds for the loop, or the store, to answer whether that is still the round."""
 PEER_S: Final = 30.0
 """Seconds for the agent of rank 0's node to take a report of a shard."""
 
@@ -153,11 +153,17 @@ class CommitRules:
             raise SaveError(f"round {round_number} may not commit any more: {problem}")
 
     def _ask_store(self, read_plan: Callable[[], Plan], round_number: int, uuid: str) -> str:
-        known = self.round
-        try:
-            plan = read_plan()
-        except (StoreError, RecordError) as error:
-            return f"the store cannot be asked: {error}"
+        known, until = self.round, time.monotonic() + FENCE_S
+        while True:
+            try:
+                plan = read_plan()
+                break
+            except (StoreError, RecordError) as error:
+                silent = isinstance(error, StoreUnreachable)
+                if not silent or self.ending or time.monotonic() >= until:
+                    return f"the store cannot be asked: {error}"
+            with self._changed:
+                self._changed.wait_for(lambda: self.ending, AGAIN_S)
         if known is None or known.plan is None or plan.job != known.plan.job:
             return "the store has another job with this run id"
         resumed = "" if plan.checkpoint is None else plan.checkpoint.uuid

@@ -19,7 +19,7 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver import inflight, queue, service
+from elaunch.agent.saver import commitrules, inflight, queue, service
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
@@ -427,8 +427,11 @@ def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) ->
         (structs.replace(FIRST, phase="forming"), "the next round is being formed"),
     ],
 )
-def test_the_fence_asks_the_store(agents: list[Agent], plan: Plan | Exception, reason: str) -> None:
+def test_the_fence_asks_the_store(
+    agents: list[Agent], plan: Plan | Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the call, for a worker; and before COMMIT, where the stage is left as it is."""
+    monkeypatch.setattr(commitrules, "FENCE_S", 0.1)
     workers = [agents[0].worker(0), agents[1].worker(1)]
     workers[0].fence(0)
     agents[0].plan = plan
@@ -439,6 +442,16 @@ def test_the_fence_asks_the_store(agents: list[Agent], plan: Plan | Exception, r
         workers[0].wait(LONG)
     assert names(agents) == []
     assert os.listdir(Path(agents[0].place) / ".stage") == ["step-00000010.r0.u10"]
+
+
+def test_the_fence_waits_for_a_store_that_is_silent_for_a_while(agents: list[Agent]) -> None:
+    """An etcd that elects a leader costs no save, as it costs no round."""
+    workers = [agents[0].worker(0), agents[1].worker(1)]
+    agents[0].plan = StoreUnreachable("no answer within 0.3 s")
+    save(workers, 10)
+    threading.Timer(0.3, setattr, (agents[0], "plan", FIRST)).start()
+    done = workers[0].wait(LONG)
+    assert done is not None and done.step == 10
 
 
 @pytest.mark.parametrize("phase", ["ending", "over"])
