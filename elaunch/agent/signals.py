@@ -42,7 +42,6 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
 
     threading.Thread(target=read, name="signals", daemon=True).start()
     signal.set_wakeup_fd(written)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides how children end
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # or the interpreter writes nothing
     earlysignals.release()

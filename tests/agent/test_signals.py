@@ -39,22 +39,3 @@ def test_a_signal_that_another_thread_gets() -> None:
         finally:
             watchdog.cancel()
             process.kill()
-
-
-CHILD_ENDS = """
-import os, queue, signal, sys
-from elaunch.agent import signals
-from elaunch.agent.children import Reaper
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a parent may have left it
-inbox = queue.SimpleQueue()
-signals.install((), inbox.put)
-Reaper().spawn([sys.executable, "-c", "raise SystemExit(7)"], os.environ, inbox.put)
-print(inbox.get(timeout=30), flush=True)
-"""
-
-
-def test_ends_of_children_are_learned_where_sigchld_was_ignored() -> None:
-    """The kernel tells nobody then how a child has ended."""
-    command = [sys.executable, "-c", CHILD_ENDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "7\n", done.stderr
