@@ -106,7 +106,7 @@ def test_a_low_limit_on_open_files(elaunch: Launcher, tmp_path: Path, limits: st
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("case", ["port", "health", "metrics"])
+@pytest.mark.parametrize("case", ["port", "health"])
 def test_an_error_before_the_first_worker_is_in_the_record(
     elaunch: Launcher, tmp_path: Path, case: str
 ) -> None:
@@ -118,8 +118,6 @@ def test_an_error_before_the_first_worker_is_in_the_record(
         if case == "health":
             flags = ["--nnodes=1"]
             env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
-        if case == "metrics":
-            flags = ["--nnodes=1", f"--metrics-port={port}"]
         flags.append(f"--rdzv-id={case}")
         done = elaunch.start(act(SPAWN, "exit=0", nproc=1, flags=flags), env=env).wait()
     record = json.loads(elaunch.run(["status", case, "--json"]).stdout)
