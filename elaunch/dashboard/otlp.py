@@ -103,7 +103,7 @@ def _place(environ: Mapping[str, str]) -> str:
     return "http://localhost:4318"
 
 
-class _Session(requests.Session):
+class _CollectorSession(requests.Session):
     """Keeps in ``why`` what became of the newest request: "" where it was taken."""
 
     why = ""
@@ -131,7 +131,7 @@ class Collector:
     """
 
     def __init__(self, since: float) -> None:
-        self._session = _Session()
+        self._session = _CollectorSession()
         exporters = logging.getLogger("opentelemetry")
         exporters.addHandler(logging.NullHandler())  # export() reports it
         exporters.propagate = False

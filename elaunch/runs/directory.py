@@ -153,10 +153,7 @@ class RunDir:
         with contextlib.suppress(OSError):
             fd = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                for halved in range(RESERVE_HALVED):
-                    with contextlib.suppress(OSError):
-                        os.posix_fallocate(fd, 0, RESERVE_BYTES >> halved)
-                        break
+                _allocate(fd)
             finally:
                 os.close(fd)
 
@@ -169,6 +166,13 @@ class RunDir:
         except OSError as exc:
             raise RunDirError(f"cannot read {self.state_file}: {exc.strerror}") from exc
         return parse(raw, str(self.state_file))
+
+
+def _allocate(fd: int) -> None:
+    for halved in range(RESERVE_HALVED):
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(fd, 0, RESERVE_BYTES >> halved)
+            return
 
 
 def create(run_id: str, environ: Mapping[str, str]) -> RunDir:
