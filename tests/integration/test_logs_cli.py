@@ -150,7 +150,7 @@ def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path:
 
 
 def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> None:
-    """Rank, traceback, log, then torchrun's table."""
+    """Rank, traceback, log, then torchrun's table, then the result."""
     words = ["say=up", "1:raise=the data are gone", "wait"]
     done = elaunch.run(act(SPAWN, *words))
     assert done.returncode == 1
@@ -158,7 +158,7 @@ def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> N
     lines = report.rstrip("\n").split("\n")
     assert re.match(r"rank 1 \(local_rank 1, pid \d+\) on host \S+ exited with code 1", lines[0])
     assert "RuntimeError: the data are gone" in report[: report.index("=====")]
-    assert lines[-1] == "=" * 60
+    assert lines[-2] == "=" * 60 and " result: FAILED after " in lines[-1]
     table = lines[lines.index("=" * 60) :]
     assert table[1].endswith("act.py FAILED")
     root = table.index("Root Cause (first observed failure):")

@@ -19,7 +19,7 @@ import pytest
 
 from elaunch.agent.logs import pump as logs
 from elaunch.agent.logs import streams
-from elaunch.agent.logs.files import LogFile
+from elaunch.agent.logs.files import KEPT_LINE, LogFile
 from elaunch.agent.logs.pump import CONSOLE_PATIENCE, LogPlan, LogPump
 from elaunch.runs.logtree import parse_arrivals
 from tests import programs
@@ -70,7 +70,12 @@ def test_bytes_arrive_as_they_were_written(rig: Callable[..., Rig], tmp_path: Pa
     assert written(tmp_path, 1, "stderr") == b"\xff\n"
     assert sorted(one.out.data.split(b"\n")) == sorted(data.split(b"\n") * 2)
     assert one.err.data == b"\xff\n" * 2
-    assert one.pump.tail(0, "stdout") == ["\0", "last \ufffd"]
+    assert one.pump.tail(0, "stdout") == [
+        "\ufffd\ufffd stray",
+        "a" * KEPT_LINE,
+        "\0",
+        "last \ufffd",
+    ]
 
 
 @pytest.mark.slow
@@ -475,7 +480,7 @@ def test_a_disk_with_room_again_marks_the_gap(rig: Callable[..., Rig], tmp_path:
         ends = one.pump.open_round(0, {0: 0})
         os.write(ends[0][0], b"x" * 300_000)
         one.err.wait_for(b"No space left on device; log files are incomplete\n")
-        eventually(lambda: len(one.pump.tail(0, "stdout")[0]) == 65536)
+        eventually(lambda: len(one.pump.tail(0, "stdout")[0]) == KEPT_LINE)
         ballast.unlink()
         os.write(ends[0][0], b"after\n")
         close_all(ends[0])
