@@ -12,9 +12,9 @@ OF_PYTHON: Final = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 """Python itself ignores these, and gives what ``subprocess`` starts their defaults."""
 
 
-def ignored() -> set[signal.Signals]:
-    """Return the signals that this process was started to ignore."""
-    every = {signal.Signals(number) for number in signal.valid_signals() if number < 32}
+def ignored() -> set[int]:
+    """Return the signals that this process was started to ignore; 16 has no name in Python 3.10."""
+    every = {number for number in signal.valid_signals() if number < 32}
     return {each for each in every - OF_PYTHON if signal.getsignal(each) is signal.SIG_IGN}
 
 
