@@ -243,11 +243,20 @@ def _write_all(fd: int, data: bytes) -> None:
 
 def _last_lines(text: bytes) -> bytes:
     """Return the last whole lines that have KEPT_BYTES together, each shortened to KEPT_LINE."""
-    lines = text.split(b"\n")
-    if max(map(len, lines)) > KEPT_LINE:
-        text = b"\n".join(map(_shortened, lines))
+    if _has_long_line(text):
+        text = b"\n".join(map(_shortened, text.split(b"\n")))
     start = len(text) - KEPT_BYTES
     return text if start <= 0 else text[text.index(b"\n", start - 1) + 1 :]
+
+
+def _has_long_line(text: bytes) -> bool:
+    start = 0
+    while len(text) - start > KEPT_LINE:
+        end = text.rfind(b"\n", start, start + KEPT_LINE + 1)
+        if end < 0:
+            return True
+        start = end + 1
+    return False
 
 
 def _shortened(line: bytes) -> bytes:
