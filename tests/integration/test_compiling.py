@@ -55,3 +55,41 @@ def test_a_restarted_worker_compiles_nothing_again(elaunch: Launcher, tmp_path: 
     assert all("ahead=False" in line and "went=1" in line for line in first)
     assert any("hits=(0, 1)" in line for line in first)  # the other one may have come later
     assert shown[2:] == ["1 ahead=True hits=(1, 0) went=0"] * 2
+
+
+KILLED = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import torch
+cache, number = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), os.environ["ELAUNCH_ROUND"]
+def kill_while_it_is_written():
+    while not any(path.stat().st_size == 0 for path in cache.rglob("*.main.so")):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+if number == "0":
+    (cache / "own").mkdir()
+    linker = cache / "own" / "ld"  # writes nothing for a while once the file is there
+    touch = 'for word; do [ "$last" = -o ] && : > "$word"; last=$word; done'
+    linker.write_text(f"#!/bin/sh\\n{touch}\\nsleep 60\\n")
+    linker.chmod(0o755)
+    os.environ["COMPILER_PATH"] = str(linker.parent)
+    threading.Thread(target=kill_while_it_is_written, daemon=True).start()
+print(number, torch.compile(lambda x: (x.sin() + 1).sum(0))(torch.zeros(4, 8)).tolist(), flush=True)
+"""
+
+
+def test_a_worker_killed_while_its_linker_writes(elaunch: Launcher, tmp_path: Path) -> None:
+    """The next round does not load what is left; TorchInductor would, in each later process."""
+    needed("g++", "as", "ld")
+    script = tmp_path / "compiles.py"
+    script.write_text(KILLED)
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    (tmp_path / "cache").mkdir()
+    done = elaunch.start(["run", "--max-restarts=1", script], env=variables).wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"1 {[4.0] * 8}"]
+    assert ".main.so: its compiler was killed before it was whole" in done.stderr

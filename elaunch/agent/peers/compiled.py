@@ -17,7 +17,6 @@ are given that were read or written since a day before its start, as far as MOST
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -37,13 +36,12 @@ from typing import Any, Final
 from elaunch.agent.peers.directory import pieces
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
-from elaunch.agent.workers.tempdir import is_own
+from elaunch.agent.workers.tempdir import LOCKS, is_own, is_written
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.errors import CheckpointError
 from elaunch.rendezvous.plan import Plan
 
 HEADERS: Final = "precompiled_headers"
-LOCKS: Final = "locks"
 MOST: Final = 1 << 30
 """Bytes to give; a precompiled header has 150 MB."""
 DAY: Final = 86_400.0
@@ -132,7 +130,7 @@ class CompilerCache:
             raise CheckpointError("no secret is shared")
         path = self._place(CacheFile(request["root"], request["file"], 0))
         with open_regular(path) as file:
-            if not is_own(path) or _is_written(path):
+            if not is_own(path) or is_written(path):
                 raise CheckpointError(f"{path.name} is being written, or another user's")
             line.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
             signature = self._signature(request["root"], request["file"])
@@ -260,21 +258,6 @@ def _signed(data: Iterable[memoryview], signature: hmac.HMAC) -> Iterator[memory
     for piece in data:
         signature.update(piece)
         yield piece
-
-
-def _is_written(path: Path) -> bool:
-    """Return whether a process holds TorchInductor's lock on the file."""
-    key = path.name.partition(".")[0]
-    locks = {path.parent / LOCKS, path.parent.parent / LOCKS}
-    for lock in (place / f"{key}.lock" for place in locks):
-        try:
-            with open(lock, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            continue
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _make(root: Path, directory: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import string
+import time
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -26,7 +27,7 @@ from elaunch.agent.policy.state import Phase
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.network import StoreEndpoint, interface_variables
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
-from elaunch.agent.workers.tempdir import RunTemp
+from elaunch.agent.workers.tempdir import RunTemp, compiler_caches, remove_torn
 from elaunch.checkpoint.search.locations import fill_placeholders
 from elaunch.config import Settings
 from elaunch.errors import UsageError
@@ -71,6 +72,7 @@ class WorkerGroup:
         self._files_root = context.log_root or context.run_dir.logs
         self._forks = settings.start_method == "forkserver" and settings.mode != "command"
         self._temp: RunTemp | None = None
+        self._cache_cleaned = 0.0
         self._timers: Path | None = None
         self._server_environ = self.environ
         self.server = self._new_server()
@@ -123,6 +125,16 @@ class WorkerGroup:
         threads = env.default_omp_threads(self.environ, nproc or 2)
         self._server_environ = {**self.environ, **threads}
         self._start_server()
+        self._clean_cache()
+
+    def _clean_cache(self) -> None:
+        """Remove compiled code that is cut short; after the first time what was written since."""
+        since, self._cache_cleaned = self._cache_cleaned, time.time()
+        clean, none = partial(remove_torn, compiler_caches(self.environ), since), list[Path]()
+        for path in bounded(
+            clean, none, "compiled code is not looked through for what is cut short"
+        ):
+            log.warning("removed %s: its compiler was killed before it was whole", path)
 
     def _settle(self, nproc: int) -> None:
         """Set the number of workers that the server counted.
@@ -200,6 +212,8 @@ class WorkerGroup:
         """Start all workers of a round; a server that was lost is replaced first."""
         if not self.server.pid:
             self._start_server()
+        if start.round and (self.compiles or not self._forks):
+            self._clean_cache()
         settings = self._settings
         if start.place.node_rank == 0:
             self._host_store(start.round)

@@ -13,23 +13,32 @@ TorchInductor's cache is meant to outlive a job, and stays where it is without e
 names it, and a link in the run's directory leads to it: TorchInductor looks for its precompiled
 headers (150 MB, seconds to make) below TMPDIR whatever the variable is. What lies in that cache is
 executed; where another user owns it or may write to it, the job's is in its own directory.
+
+TorchInductor writes libraries in place, and takes for compiled what has its name. So one whose
+compiler was killed would end every later process that wants it: :func:`remove_torn`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import os
 import re
 import stat
+import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from elaunch import env
 
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+LOCKS: Final = "locks"
+"""Where TorchInductor has its locks, below each directory of a cache."""
+_ELF: Final = struct.Struct("<4sBB34xQ10xHH2x")  # magic, 64 bits, order, then section headers
 
 
 class RunTemp:
@@ -80,6 +89,61 @@ def is_own(path: str | Path) -> bool:
     except OSError:
         return False
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def remove_torn(caches: Mapping[str, Path], since: float = 0.0) -> list[Path]:
+    """Remove from caches of this user's own what a killed compiler has left cut short; return it.
+
+    Args:
+        caches: from :func:`compiler_caches`.
+        since: the time from which on files are looked at that were written.
+    """
+    removed = []
+    for path in _compiled(caches):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if path.stat().st_mtime >= since and _is_torn(path) and not is_written(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a process holds TorchInductor's lock on a file of the cache."""
+    key = path.name.partition(".")[0]
+    locks = {path.parent / LOCKS, path.parent.parent / LOCKS}
+    for lock in (directory / f"{key}.lock" for directory in locks):
+        try:
+            with open(lock, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            continue
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _compiled(caches: Mapping[str, Path]) -> Iterator[Path]:
+    for top in filter(is_own, set(caches.values())):
+        for directory, _, names in os.walk(top):
+            yield from (Path(directory, name) for name in names if name.endswith((".so", ".gch")))
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a library lacks what its header names, or a header's compilation its end.
+
+    Linkers write the header last; GCC replaces a first word, gpcWrite, when all else is written.
+    """
+    with open(path, "rb") as file:
+        header = file.read(_ELF.size)
+        size = os.fstat(file.fileno()).st_size
+    if path.suffix == ".gch":
+        return not header or header.startswith(b"gpcWrite")
+    if len(header) < _ELF.size:
+        return True
+    magic, bits, order, sections, length, number = _ELF.unpack(header)
+    if (bits, order) != (2, 1) and magic == b"\x7fELF":
+        return False  # of another machine: nothing is known of it
+    return bool(magic != b"\x7fELF" or sections + length * number > size)
 
 
 def _is_decision(path: str) -> bool:

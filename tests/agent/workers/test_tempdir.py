@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import socket
 import tempfile
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.workers.tempdir import RunTemp
+from elaunch.agent.workers.tempdir import RunTemp, compiler_caches, remove_torn
 
 
 @pytest.fixture
@@ -115,3 +117,34 @@ def test_the_directory_of_an_outer_job_is_no_decision(
     assert inner.path is not None and Path(inner.path).parent == Path(outer.path)
     assert inner.close() is None and Path(outer.path).is_dir()
     assert RunTemp("shared", outer.variables).path is None
+
+
+def test_compiled_code_that_is_cut_short_goes(tmp_path: Path) -> None:
+    """TorchInductor would take it for whole, for ever. What is being written stays."""
+    whole = Path(math.__file__).read_bytes()
+    caches = compiler_caches({"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    for place in ("ab", "locks", caches["headers"]):
+        (tmp_path / place).mkdir(parents=True)
+    cut = {f"cut{size}": whole[:size] for size in (0, 1, 63, 64, 4096, len(whole) - 1)}
+    rows = {"kept": whole, "sparse": bytes(len(whole)), "busy": whole[:64], **cut}
+    for name, data in rows.items():
+        (tmp_path / "ab" / f"{name}.main.so").write_bytes(data)
+    (caches["headers"] / "half.h.gch").write_bytes(b"gpcWrite.014")
+    (caches["headers"] / "whole.h.gch").write_bytes(b"gpch.014")
+    (tmp_path / "ab" / "busy.main.cpp").touch()
+    with (tmp_path / "locks" / "busy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        gone = {path.name.partition(".")[0] for path in remove_torn(caches)}
+    assert gone == {"sparse", "half", *cut}
+    assert remove_torn(caches, since=2 * os.stat(tmp_path / "ab" / "busy.main.so").st_mtime) == []
+    assert [path.name for path in remove_torn(caches)] == ["busy.main.so"]
+    left = {path.name for path in tmp_path.rglob("*") if path.suffix in (".so", ".gch", ".cpp")}
+    assert left == {"kept.main.so", "whole.h.gch", "busy.main.cpp"}
+
+
+def test_a_cache_of_others_is_left_alone(tmp_path: Path) -> None:
+    """Others may write to it, and another user's is none of this one's business."""
+    (tmp_path / "x.main.so").touch()
+    tmp_path.chmod(0o777)
+    assert remove_torn({"cache": tmp_path, "headers": tmp_path / "none"}) == []
+    assert (tmp_path / "x.main.so").exists()
