@@ -10,7 +10,9 @@ In the run directory, by round and local rank:
 recorder-R-L.sock            HTTP; ``POST /handler/fr_trace_json`` is answered with the record
 recorder-R-L.groups          a line of JSON for each process group that is made: its name, its size,
                              this process's rank in it, its ranks in the default group (none: it is
-                             the default group)
+                             the default group), when that began (seconds since 1970). While the
+                             group is in the making, which waits for its other ranks, the line has
+                             no end
 ===========================  =====================================================================
 
 All of that is internal to torch. Where it has other names nothing is started, and hangs are
@@ -133,6 +135,7 @@ class _Recorder:
         self._address = ""
         self._listening: tuple[int, int] | None = None
         self._tried = False
+        self._making = False
 
     def make_group(self, size: int, rank: int, ranks: Any, *rest: Any, **named: Any) -> Any:
         """Note the group, and make it as torch does."""
@@ -140,7 +143,12 @@ class _Recorder:
             with _reported():
                 name = named["group_name"] if "group_name" in named else rest[2]
                 self._note(str(name), size, rank, list(ranks))
-        return self._original(size, rank, ranks, *rest, **named)
+        try:
+            return self._original(size, rank, ranks, *rest, **named)
+        finally:
+            if os.getpid() == self._pid:
+                with _reported():
+                    self._note_end()
 
     def register_group(self, group: Any, *rest: Any, **named: Any) -> None:
         """Note a group that torch has made otherwise (``split_group``), and register it.
@@ -152,6 +160,7 @@ class _Recorder:
             with _reported():
                 name = str(named["group_name"])
                 self._note(name, len(places), group.rank(), list(places))
+                self._note_end()
         self.register(group, *rest, **named)
 
     def note_made(self, distributed: Any) -> None:
@@ -161,14 +170,23 @@ class _Recorder:
                 members = [] if group is distributed._world.default_pg else list(ranks)
                 rank = ranks[distributed.get_rank()]
                 self._note(distributed._world.pg_names[group], len(ranks), rank, members)
+                self._note_end()
 
     def _note(self, name: str, size: int, rank: int, ranks: list[int]) -> None:
         if not self._tried:
             self._tried = True
             self._start()
+        self._note_end()  # of one that another thread makes
         if self._server is not None:
             with open(groups_path(self._path), "a") as file:
-                file.write(json.dumps([name, size, rank, ranks]) + "\n")
+                file.write(json.dumps([name, size, rank, ranks, time.time()]))
+            self._making = True
+
+    def _note_end(self) -> None:
+        if self._making:
+            self._making = False
+            with open(groups_path(self._path), "a") as file:
+                file.write("\n")
 
     def _start(self) -> None:
         binding: Any = importlib.import_module("torch._C._distributed_c10d")

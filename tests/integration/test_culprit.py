@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import WAITING
+from tests.integration.jobs import UNUSUAL, WAITING
 from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
@@ -39,6 +39,20 @@ def test_the_rank_that_the_others_wait_for_is_named(
     (odd,) = (group for group in found["hang"]["stacks"] if group["ranks"] == [1])
     assert odd["main"][0].endswith("in fault")
     assert not list(elaunch.state.glob("elaunch/runs/*/recorder-*"))
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_rank_that_does_not_come_to_init_process_group(elaunch: Launcher, begins: int) -> None:
+    """Neither in the first round nor after a restart has any rank entered a collective yet."""
+    flags = ["--nproc-per-node=3", "--hang-timeout=0.5", "-r", "3", f"--max-restarts={begins}"]
+    done = elaunch.run(["run", *flags, UNUSUAL, "absent", "1", str(begins), "60"])
+    assert done.returncode == 77, done
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    assert said in done.stderr, done
+    (path,) = elaunch.state.glob(f"elaunch/runs/*/failure-{begins}.json")
+    found = json.loads(path.read_text())
+    assert (found["hang"]["ranks"], found["hang"]["source"]) == ([1], "collectives")
+    assert found["culprit"].startswith(said)
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-stacks",)], ids=["asked", "not asked"])

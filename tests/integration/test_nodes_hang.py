@@ -112,6 +112,36 @@ def test_the_culprit_of_two_nodes(cluster: Build, what: str) -> None:
     assert done[0].returncode == 1 or all(NODES[what] in one.stderr for one in done), done
 
 
+@pytest.mark.parametrize("begins", [0, pytest.param(1, marks=pytest.mark.trial)])
+def test_a_rank_of_another_node_does_not_come_to_init_process_group(
+    cluster: Build, begins: int
+) -> None:
+    """Its own node sees nothing of it at all."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--hang-timeout=1", "-r", "3", f"--max-restarts={begins}"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    words = ["absent", "1", str(begins), "60"]
+    agents = [job.start(n, flags, words, method=(), script=UNUSUAL, env=env) for n in (1, 2)]
+    done = [agent.wait(DEADLINE) for agent in agents]
+    assert [one.returncode for one in done] == [77, 77], done
+    said = "rank 1 has not entered init_process_group; rank 0 waits there since "
+    assert all(said in one.stderr for one in done), done
+
+
+def test_nodes_that_do_not_reach_each_other(cluster: Build) -> None:
+    """Their ranks wait for each other for ever, while the job's first node reaches both."""
+    job = Job(cluster, "c10d", 3)
+    _, second, third = job.machines.nodes[:3]
+    job.machines.partition([second], [third])
+    flags = ["--nnodes=3", "--hang-timeout=1", "-r", "3"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    words = ["absent", "0", "9", "60"]
+    agents = [job.start(n, flags, words, method=(), script=UNUSUAL, env=env) for n in (1, 2, 3)]
+    done = [agent.wait(2 * DEADLINE) for agent in agents]
+    assert [one.returncode for one in done] == [77, 77, 77], done
+    assert all(re.search(r"waits? in init_process_group", one.stderr) for one in done), done
+
+
 def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:
     """On the job's page while it runs, and in node 0's verdict, which is on both nodes' time."""
     job = Job(cluster, "c10d", 2)

@@ -135,6 +135,37 @@ def test_a_worker_with_a_process_group_answers(tmp_path: Path) -> None:
     assert isinstance(gone, FileNotFoundError)
 
 
+MAKES = """
+import os, sys
+import torch.distributed as dist
+from elaunch.wire import recorder
+recorder.watch(os.environ)
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+"""
+
+
+def test_a_worker_that_waits_in_init_process_group_answers(tmp_path: Path) -> None:
+    """Its other rank never comes; since when it waits is known from the first answer on."""
+    variables = {env.AGENT_SOCKET: str(tmp_path / "agent.sock")}
+    variables |= {"ELAUNCH_ROUND": "0", "LOCAL_RANK": "0"}
+    path, question = socket_path(tmp_path, 0, 0), Question(0, TRACE)
+    began = time.time()
+    worker = warm.Popen(
+        [sys.executable, "-c", MAKES, str(tmp_path / "store")], {**os.environ, **variables}
+    )
+    try:
+        wait_until(lambda: groups_path(path).exists() and bool(groups_path(path).read_text()), 60)
+        answer = ask({question: path}, time.monotonic() + 10)[question]
+        assert isinstance(answer, bytes)
+        (found,) = place(0, 2, answer, groups_path(path).read_text()).receives
+        assert (found.name, found.waits) == ("init_process_group", True)
+        assert began <= found.at <= time.time()
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
 ENDING = """
 import os
 import torch, torch.distributed as dist

@@ -12,6 +12,7 @@ behind        ranks wait in a collective that another one has not entered, and t
               none; it has ended, it may be, or its interpreter ends
 apart         ranks wait for each other in different groups: they enter them in different orders
 inside        ranks are still in a collective that all have entered, and that others have left
+making        ranks are in ``init_process_group``, which others have not entered, or have left
 idle          ranks wait in what torch does not record (a send, a receive, a group in the making),
               and another one waits for nobody
 silent        ranks wait in a collective that all have entered who answer; another rank does not,
@@ -47,6 +48,7 @@ _EQUAL: Final = frozenset(
 _ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Collectives that a rank may leave before all others have entered them."""
 
+DEFAULT_GROUP: Final = "init_process_group"
 TOGETHER: Final = frozenset({"monitored_barrier", "new_group"})
 """What all ranks of a group enter, and torch does not record."""
 LASTING_S: Final = 10.0
@@ -130,6 +132,11 @@ class RankPlace(Struct, frozen=True):
         return self.waits or self.stopped or self.ended
 
 
+OUTSIDE: Final = RankPlace()
+"""Where a rank is that has made no process group yet."""
+UNKNOWN: Final = RankPlace(problem="no answer")
+
+
 class Culprit(Struct, frozen=True):
     """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is.
 
@@ -180,9 +187,10 @@ def find(
     behind = [wait for wait in waits if wait.missing]
     if behind:
         return _behind(behind, places, now)
-    return _inside(waits, places, now, failed) or (
-        None if waits else _idle(places, late, now, least)
-    )
+    if waits:
+        return _inside(waits, places, now, failed)
+    made = None if failed else _making(places, now, least)
+    return made or _idle(places, late, now, least)
 
 
 def still(found: Culprit, before: Mapping[int, RankPlace], places: Mapping[int, RankPlace]) -> bool:
@@ -366,6 +374,29 @@ def _absent(
     return Culprit(tuple(absent), told, lasting, "" if standing else "leaving")
 
 
+def _making(places: Mapping[int, RankPlace], now: float, least: float) -> Culprit | None:
+    """Return which ranks have not come to the making of the default group, in which others wait."""
+    received = [(rank, one) for rank, place in sorted(places.items()) for one in place.receives]
+    waits = {rank: one.at for rank, one in received if one.name == DEFAULT_GROUP}
+    members = {k for rank in waits for one in places[rank].groups.values() for k in one.members}
+    if not members or now - max(waits.values()) < least:
+        return None
+    others = {rank: places.get(rank, UNKNOWN) for rank in sorted(members - waits.keys())}
+    stopped = [rank for rank, place in others.items() if place.stopped]
+    absent = [k for k, place in others.items() if place in (OUTSIDE, RankPlace(ended=True))]
+    there = told = f"{text.ranks(waits)} {_verb(waits)} in {DEFAULT_GROUP}"
+    if absent:
+        told = f"{text.ranks(absent)} {_have(absent)} not entered {DEFAULT_GROUP}; "
+        told += f"{text.ranks(waits)} {_verb(waits)} there"
+    elif stopped:
+        told = f"{_silent(stopped, places)}; {there}"
+    elif all(place.groups for place in others.values()):
+        left = f"{text.ranks(others)} {_have(others)}" if others else "none has"
+        told = f"{there}, which {left} left,"
+    since = _seconds(now - max(waits.values()))
+    return Culprit(tuple(absent or stopped), f"{told} since {since}")
+
+
 def _idle(
     places: Mapping[int, RankPlace], late: Collection[int], now: float, least: float
 ) -> Culprit | None:
@@ -383,10 +414,8 @@ def _idle(
     if 1 < len(idle) >= len(waiting) or since < least:
         return None
     names = dict.fromkeys(one.name for rank in waiting for one in places[rank].receives)
-    where, there = (
-        f"in {text.one_line(', '.join(names))}",
-        f"{text.ranks(waiting)} {_verb(waiting)}",
-    )
+    where = f"in {text.one_line(', '.join(names))}"
+    there = f"{text.ranks(waiting)} {_verb(waiting)}"
     if stopped := [rank for rank in idle if places[rank].stopped]:
         told, idle = _silent(stopped, places), stopped
     elif len(names) == 1 and TOGETHER & names.keys():
@@ -422,9 +451,8 @@ def _inside(
             told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)}, {have}"
             named = () if wait.call.name in _ROOTED else wait.ranks
             return Culprit(named, f"{told}, since {_seconds(now - wait.call.at)}")
-        elsewhere = len(wait.ranks) < len(wait.members)
         since = _seconds(now - wait.call.at)
-        if elsewhere:
+        if len(wait.ranks) < len(wait.members):
             return Culprit((), f"{_waiting(wait, now, f'in {_named(wait)}')}")
         if len(wait.ranks) > 1:
             told = f"{text.ranks(wait.ranks)} are all in {_named(wait)} since {since}"

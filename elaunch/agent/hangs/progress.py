@@ -8,7 +8,8 @@ script        the script reports something by itself: a step, a   its page (elau
               where no pattern is given
 log lines     ``--progress-regex`` is given                       a line that matches
 collectives   neither of these in any round, and torch's record   it enters a collective, or leaves
-              has shown that a worker has entered a collective    one (elaunch.wire.recorder)
+              has shown that a worker has entered a collective,   one (elaunch.wire.recorder)
+              or one waits now in the making of a group
 ============  ==================================================  =================================
 
 A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
@@ -29,7 +30,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.collectives import OUTSIDE, RankPlace
 from elaunch.agent.hangs.judge import Look, Mark, Source
 from elaunch.agent.policy import events
 from elaunch.runs.record import ProgressRecord, WorkerProgressRecord
@@ -162,6 +163,7 @@ class RoundProgress:
         self._first_beats: dict[int, int] = {}
         self._speakers: set[int] = set()
         self._collective = False
+        self._making = False
 
     def begin(self, first_rank: int) -> None:
         """Forget the workers of the round before; the first of the next has ``first_rank``."""
@@ -199,12 +201,15 @@ class RoundProgress:
         with self._lock:
             shown = any(place.done and not place.problem for place in places.values())
             self._collective = self._collective or shown
+            self._making = any(place.receives for place in places.values())
             self._source = source = self._choose(readings)
             expected = self._expects(source, readings)
             pids, held, first = dict(self._pids), self._held, self._first_rank
         marks = self._marks(source, pids, readings)
         if source == "collectives":
-            marks = {k: self._of_place(places.get(first + k), pid) for k, pid in pids.items()}
+            outside = None if shown or self._activity is None else OUTSIDE
+            at = {k: places.get(first + k, outside) for k in pids}
+            marks = {k: self._of_place(at[k], pid) for k, pid in pids.items()}
         by_rank = {first + k: mark for k, mark in marks.items()}
         return Look(time.monotonic(), source, by_rank, held, expected)
 
@@ -233,7 +238,8 @@ class RoundProgress:
             return "script"
         if self._lines is not None:
             return "log lines"
-        return "collectives" if self._collective and not self._speaks else "script"
+        seen = self._collective or self._making
+        return "collectives" if seen and not self._speaks else "script"
 
     def _reports(self, readings: Mapping[int, Reading]) -> bool:
         """Whether the script has reported in this run, and has not detached from this round."""
@@ -243,7 +249,7 @@ class RoundProgress:
         """Whether a source that shows nothing means that there is no progress."""
         lines = self._lines
         if source == "collectives":
-            return self._alone
+            return True
         if source == "script" or lines is None:
             return self._reports(readings)
         return self._alone or lines.ever

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from elaunch import proc
 from elaunch.agent.hangs import stackdump, stacks
-from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
+from elaunch.agent.hangs.collectives import DEFAULT_GROUP, CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
@@ -108,8 +108,18 @@ class _Trace(msgspec.Struct):
     pg_status: dict[str, dict[str, str]] = {}
 
 
+class _Group(msgspec.Struct, array_like=True):
+    """One process group as the worker notes it; ``ranks`` is empty of the default group."""
+
+    name: str
+    size: int
+    own_rank: int | None
+    ranks: list[int]
+    at: float = 0.0
+
+
 _decode_trace: Final = msgspec.json.Decoder(_Trace).decode
-_decode_group: Final = msgspec.json.Decoder(tuple[str, int, int | None, list[int]]).decode
+_decode_group: Final = msgspec.json.Decoder(_Group).decode
 
 
 class Recorders:
@@ -305,13 +315,13 @@ def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
     forgets = bool(entries) and entries[0].record_id > 0
     places: dict[str, GroupPlace] = {}
     is_jobs = False
-    for line in groups.splitlines():
-        name, size, own_rank, members = _decode_group(line)
-        if not members:  # the default group, whose ranks all others name
-            is_jobs = (size, own_rank) == (world_size, rank)
-        ranks = (members or range(world_size)) if is_jobs else ()
-        times = places[name].times + 1 if name in places else 1
-        places[name] = GroupPlace(tuple(ranks), times, known=not forgets)
+    noted = [_decode_group(line) for line in groups.splitlines()]
+    for each in noted:
+        if not each.ranks:  # the default group, whose ranks all others name
+            is_jobs = (each.size, each.own_rank) == (world_size, rank)
+        ranks = (each.ranks or range(world_size)) if is_jobs else ()
+        times = places[each.name].times + 1 if each.name in places else 1
+        places[each.name] = GroupPlace(tuple(ranks), times, known=not forgets)
     if unknown := {one.process_group[0] for one in entries} - places.keys():
         raise ValueError(f"process group {min(unknown)} was not noted")
     for name, group in places.items():
@@ -322,6 +332,9 @@ def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
         calls = tuple(_call(one) for one in own if one.pg_id == own[-1].pg_id and not one.is_p2p)
         places[name] = replace(group, calls=calls)
     receives = tuple(_call(one) for one in entries if one.is_p2p and _waits(one))
+    if noted and not groups.endswith("\n"):  # the newest is in the making
+        name = "new_group" if noted[-1].ranks else DEFAULT_GROUP
+        receives = (CollectiveCall(0, name, at=noted[-1].at, waits=True), *receives)
     # These count sends and receives, too, which gloo does not record.
     counts = [int(number) for status in found.pg_status.values() for number in status.values()]
     return RankPlace(places, receives, done=sum(max(0, number) for number in counts))

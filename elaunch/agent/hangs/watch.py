@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec import structs
 
 from elaunch.agent.hangs import collectives, processes, scene, stacks
-from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.collectives import OUTSIDE, UNKNOWN, RankPlace
 from elaunch.agent.hangs.judge import (
     LEAST,
     LENIENT,
@@ -79,8 +79,6 @@ FIXES: Final[Mapping[Source, str]] = {
 }
 """What makes a script's progress seen."""
 _BLIND: Final = "the collectives of workers that are no forks of elaunch's are not seen, so "
-
-_UNKNOWN: Final = RankPlace(problem="no answer")
 
 log = logging.getLogger("elaunch")
 
@@ -264,6 +262,7 @@ class HangWatch:
         self._begun: Round | None = None
         self._ask_again = 0.0
         self._silent = 0
+        self._judges_others = settings.hang_timeout != "auto"  # else one that computes may be late
         self._takes_scene = not settings.no_stacks
         self._scene: Scene | None = None
         self._waiting: Mapping[int, RankPlace] = {}
@@ -407,7 +406,11 @@ class HangWatch:
         begun = self._begun
         if begun is None or begun.round != round_number:
             return {}
-        pids, places = self._now()
+        pids, found = self._now()
+        places = {**found}
+        for rank in () if self._blind() else pids.keys() - found.keys():
+            rests = stacks.at_rest(pids[rank])
+            places[rank] = RankPlace(problem=rests, stopped=bool(rests)) if rests else OUTSIDE
         if not waited and not _any_waits(places):
             return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
@@ -442,8 +445,10 @@ class HangWatch:
 
     def _pause(self, places: Mapping[int, RankPlace], world_size: int, patience: float) -> float:
         """Return in how many seconds to ask again, since a rank is in no collective, or silent."""
-        ranks = [places.get(rank, _UNKNOWN) for rank in range(world_size)]
+        ranks = [places.get(rank, UNKNOWN) for rank in range(world_size)]
         loose = [place for place in ranks if not place.is_held]
+        if self._others is None or self._judges_others:
+            loose = [place for place in loose if place != OUTSIDE]
         if self._others is None:  # its turn comes when it is late itself
             return min(AGAIN_S, patience) if any(not one.problem for one in loose) else 0.0
         if all(place.problem for place in loose):

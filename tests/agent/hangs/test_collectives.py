@@ -302,6 +302,59 @@ def test_the_rank_that_waits_for_nobody(name: str) -> None:
     assert find(places, NOW, late=late, least=5.0) is None
 
 
+COMES = RankPlace(
+    {"0": GroupPlace(ALL)}, (CollectiveCall(0, "init_process_group", at=NOW - 4.9, waits=True),)
+)
+MADE = RankPlace({"0": GroupPlace(ALL)})
+MAKING: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
+    "ranks have not come": (
+        {0: COMES, 1: RankPlace(), 2: RankPlace(), 3: RankPlace()},
+        Culprit(
+            (1, 2, 3),
+            "ranks 1-3 have not entered init_process_group; rank 0 waits there since 4.9 s",
+        ),
+    ),
+    "one has ended": (
+        {0: COMES, 1: COMES, 2: RankPlace(ended=True), 3: COMES},
+        Culprit(
+            (2,),
+            "rank 2 has not entered init_process_group; ranks 0, 1, 3 wait there since 4.9 s",
+        ),
+    ),
+    "one is stopped": (
+        {0: COMES, 1: COMES, 2: COMES, 3: RankPlace(problem="stopped", stopped=True)},
+        Culprit(
+            (3,),
+            "rank 3 does not answer (stopped); ranks 0-2 wait in init_process_group since 4.9 s",
+        ),
+    ),
+    "one is not known": (
+        {0: COMES, 1: MADE, 2: COMES},
+        Culprit((), "ranks 0, 2 wait in init_process_group since 4.9 s"),
+    ),
+    "some have left it": (
+        {0: MADE, 1: COMES, 2: COMES, 3: MADE},
+        Culprit(
+            (),
+            "ranks 1, 2 wait in init_process_group, which ranks 0, 3 have left, since 4.9 s",
+        ),
+    ),
+    "all are there": (
+        dict.fromkeys(ALL, COMES),
+        Culprit((), "ranks 0-3 wait in init_process_group, which none has left, since 4.9 s"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_which_rank_does_not_come_to_init_process_group(name: str) -> None:
+    """It may be one of which nothing else is ever seen; a failure may have kept others from it."""
+    places, expected = MAKING[name]
+    assert find(places, NOW, least=4.0) == expected
+    assert find(places, NOW, least=5.0) is None
+    assert find(places, NOW, failed=True) is None
+
+
 def test_who_has_stood_still_since() -> None:
     """Not a rank that has gone on, waits itself, or does not answer any more."""
     before = {0: WAITS, 1: BEFORE, 2: WAITS, 3: WAITS}

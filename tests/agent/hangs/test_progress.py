@@ -343,6 +343,34 @@ def test_a_record_that_shows_nothing_is_no_source(pages: Pages, place: RankPlace
     assert (found.source, found.expected) == ("script", False)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_process_group_in_the_making_is_seen_as_long_as_it_is(pages: Pages, alone: bool) -> None:
+    """No rank has entered a collective yet, on this node or another."""
+    places = {5: RankPlace({"0": GroupPlace((4, 5))}, (CollectiveCall(0, "", waits=True),))}
+    made = RoundProgress(pages.readings, pages.left, alone=alone, collectives=lambda _: places)
+    begin(made)
+    found = seen(made)
+    assert (found.source, found.expected, found.marks[4]) == ("collectives", True, None)
+    assert found.marks[5] is not None and found.marks[5].waits and not found.marks[5].begun
+    places[5] = RankPlace({"0": GroupPlace((4, 5))})
+    assert (seen(made).source, seen(made).expected) == ("script", False)
+
+
+def test_what_a_rank_computes_before_it_has_a_process_group_counts_with_auto(pages: Pages) -> None:
+    """Others wait for it in ``init_process_group``; once one is in the script, it does not."""
+    places = {5: RankPlace({"0": GroupPlace((4, 5))}, (CollectiveCall(0, "", waits=True),))}
+    busy = {os.getpid(): 0}
+    made = RoundProgress(
+        pages.readings, pages.left, collectives=lambda _: places, activity=busy.__getitem__
+    )
+    begin(made)
+    first = seen(made).marks[4]
+    busy[os.getpid()] += 1
+    assert first is not None and seen(made).marks[4] not in (None, first)
+    places[5] = RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1)
+    assert seen(made).marks[4] is None
+
+
 def test_a_script_that_has_reported_and_detached_is_not_judged_by_its_collectives(
     pages: Pages,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import signal
 import threading
@@ -250,8 +251,16 @@ FOUND = HangVerdict((1,), "rank 1 has made no progress for 61 s", "collectives",
 class Explained:
     """A watch of this node's ranks 0 and 1; ``places`` are theirs and those of other nodes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, others: bool) -> None:
-        settings = SimpleNamespace(hang_timeout=60.0, no_stacks=False, rendezvous=None)
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        run_dir: Path,
+        others: bool,
+        start_method: str = "forkserver",
+    ) -> None:
+        settings = SimpleNamespace(
+            hang_timeout=60.0, no_stacks=False, rendezvous=None, start_method=start_method
+        )
         nothing = SimpleNamespace(readings=dict, left=dict)
         group = SimpleNamespace(run_dir=run_dir)
         made: Any = HangWatch
@@ -442,3 +451,37 @@ def test_no_stack_is_asked_for_where_nobody_waits(
     assert HangWatch.places(explained.watch, 0, waited=True) == found and asked.pop()
     found[0] = inside(1.0)
     assert HangWatch.places(explained.watch, 0) == found and asked
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_worker_without_a_process_group_is_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
+) -> None:
+    """Only a fork shows whether it has one."""
+    explained = Explained(monkeypatch, tmp_path, others=False, start_method=method)
+    progress, pid = explained.watch._progress, os.getpid()
+    monkeypatch.setattr(progress, "workers", lambda: {0: (0, pid), 1: (1, pid)})
+    monkeypatch.setattr(explained.watch._recorders, "places", lambda *_: {0: RankPlace(done=1)})
+    found = HangWatch.places(explained.watch, 0)
+    assert found.get(1) == (RankPlace() if method == "forkserver" else None)
+    monkeypatch.setattr(watch.stacks, "at_rest", lambda _: "stopped")
+    if method == "forkserver":
+        stopped = RankPlace(problem="stopped", stopped=True)
+        assert HangWatch.places(explained.watch, 0)[1] == stopped
+
+
+def test_a_rank_of_another_node_that_has_no_process_group_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own node sees nothing of it; with ``auto`` that one sees whether it computes."""
+    explained = Explained(monkeypatch, tmp_path, others=True)
+    everyone = {"0": GroupPlace((0, 1, 2, 3))}
+    call = CollectiveCall(0, "init_process_group", at=time.time() - 61, waits=True)
+    comes = RankPlace(everyone, (call,))
+    explained.own = dict.fromkeys((0, 1), comes)
+    explained.elsewhere = {2: comes, 3: RankPlace()}
+    both = HangVerdict((0, 1), "no rank has made progress", "collectives", False, patience=60.0)
+    found = explained(both)
+    assert found is not None and (found.ranks, found.named) == ((3,), True)
+    explained.watch._judges_others = False
+    assert explained(both) is None

@@ -237,6 +237,8 @@ def others(step: int, mine: bool) -> None:
         if ROUND == 0:
             raise ValueError("boom")
         stand()
+    elif WHAT == "absent" and step == 1 and ROUND < WHEN:
+        raise ValueError("boom")
     elif WHAT in TIMEOUTS and mine:
         stand()
     elif WHAT == "all-raise" and step == WHEN:
@@ -276,6 +278,8 @@ def main() -> None:
         reduce()
 
 
+if WHAT == "absent" and (RANK, ROUND) == (WHO, WHEN):  # the rounds before that fail
+    stand()
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUTS.get(WHAT, 1800)))
 halves = [dist.new_group([0, 1]), dist.new_group([2, 3])] if SIZE == 4 else []
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if WHAT == "mesh" else None
