@@ -62,6 +62,7 @@ class Reaper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: dict[int, Ended] = {}
+        self._stopped: dict[int, Callable[[], None]] = {}
         self._any_child = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,22 +72,23 @@ class Reaper:
         environ: Mapping[str, str],
         ended: Ended,
         files: Sequence[tuple[Any, ...]] = (),
+        stopped: Callable[[], None] = lambda: None,
     ) -> int:
         """Start ``argv`` and return its pid; raises OSError.
 
-        ``ended`` is called once, in the reaper's thread, with the exit code (negative: signal).
-        ``files`` are file actions of os.posix_spawn.
+        ``ended`` is called once, in the reaper's thread, with the exit code (negative: signal),
+        ``stopped`` each time that a signal stops it. ``files`` are file actions of os.posix_spawn.
         """
         with self._lock:  # a child that ends at once is looked up when it is known, not before
             pid = spawn(argv, environ, files)
-            self._ended[pid] = ended
+            self._ended[pid], self._stopped[pid] = ended, stopped
         self._begin()
         return pid
 
-    def adopt(self, pid: int, ended: Ended) -> None:
+    def adopt(self, pid: int, ended: Ended, stopped: Callable[[], None]) -> None:
         """Wait for a child that this process had before it was an agent; see :meth:`spawn`."""
         with self._lock:
-            self._ended[pid] = ended
+            self._ended[pid], self._stopped[pid] = ended, stopped
         self._begin()
 
     def _begin(self) -> None:
@@ -98,15 +100,20 @@ class Reaper:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, 0)
+                pid, status = os.waitpid(-1, os.WUNTRACED)
             except ChildProcessError:  # none at all: the next spawn wakes this thread
                 self._any_child.wait()
                 self._any_child.clear()
                 continue
             with self._lock:
-                ended = self._ended.pop(pid, None)
+                stopped = self._stopped.get(pid)
+                ended = None if os.WIFSTOPPED(status) else self._ended.pop(pid, None)
+                if ended is not None:
+                    del self._stopped[pid]
             if ended is not None:
                 ended(os.waitstatus_to_exitcode(status))
+            elif stopped is not None:
+                stopped()
 
 
 class ShellCommand:

@@ -133,12 +133,25 @@ def test_a_server_that_was_killed_is_replaced(
 @pytest.mark.trial
 def test_a_server_that_hangs_is_killed_in_the_end(elaunch: Launcher, place: Path) -> None:
     """It is stopped: it can neither pass signals on nor end anything."""
-    running = start_families(elaunch, SPAWN, place, "wait", flags=["--shutdown-timeout=0.2"])
+    flags = ["--shutdown-timeout=0.2", "--sibling-grace=0.2"]
+    running = start_families(elaunch, SPAWN, place, "wait", flags=flags)
     os.kill(server_of(running), signal.SIGSTOP)
     running.send_signal(signal.SIGTERM)
     done = running.wait()
     assert "does not answer; killing it" in done.stderr
     assert done.returncode == 71
+
+
+@pytest.mark.trial
+def test_a_worker_that_ends_while_the_server_is_stopped(elaunch: Launcher, place: Path) -> None:
+    """The server is continued, and reports it."""
+    running = start_families(elaunch, SPAWN, place, "wait")
+    pid, _ = wait_for_workers(running)
+    os.kill(server_of(running), signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    done = running.wait()
+    assert "has been stopped by a signal (SIGSTOP) for 20 s, so that no end of a" in done.stderr
+    assert done.returncode == 137
 
 
 # ── workers end, and leave others behind ─────────────────────────────────────────────────────────

@@ -7,12 +7,14 @@ in ``waitpid``. The messages are those of elaunch.server.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from elaunch import env, proc
@@ -36,7 +38,12 @@ LATER_DELAY = 60.0
 SEND_DEADLINE = 120.0
 """Seconds for the server to take a message; it does not while it imports, which may be slow."""
 
+STOPPED_S = 20
+"""Seconds for which the server may be stopped: with all others, the agent among them, or alone."""
+
 PostEvent = Callable[[events.Event], None]
+
+log = logging.getLogger("elaunch")
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ class WorkerServer:
         argv = server_command(plan.interpreter, plan.title_room, theirs.fileno())
         theirs.set_inheritable(True)
         try:
-            self._pid = self._reaper.spawn(argv, plan.environ, self._note_end)
+            spawn = partial(self._reaper.spawn, stopped=self._note_stop)
+            self._pid = spawn(argv, plan.environ, self._note_end)
         except OSError as error:
             ours.close()
             raise ServerError(f"cannot execute {plan.interpreter}: {error}") from error
@@ -120,7 +128,7 @@ class WorkerServer:
         os.set_inheritable(fd, False)
         self._inherited.remove(pid)
         self._pid = pid
-        self._reaper.adopt(pid, self._note_end)
+        self._reaper.adopt(pid, self._note_end, self._note_stop)
         return socket.socket(fileno=fd)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
@@ -184,6 +192,26 @@ class WorkerServer:
                 self._post(_event(received[0]))
         except OSError:  # closed under the read; the reaper reports the server's end
             return
+
+    def _note_stop(self) -> None:
+        atonce.start("server stopped", self._go_on)
+
+    def _go_on(self) -> None:
+        """Have the server go on if it stays stopped: no worker's end is seen meanwhile.
+
+        The looks are counted: time in which the agent is suspended, too, does not count.
+        """
+        for _ in range(STOPPED_S):
+            if self._ended.wait(1.0) or proc.status(self._pid).get("State", "")[:1] != "T":
+                return
+        log.warning(
+            "the server that starts the workers (pid %d) has been stopped by a signal (SIGSTOP) "
+            "for %d s, so that no end of a worker is seen; having it go on (SIGCONT)",
+            self._pid,
+            STOPPED_S,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
 
     def _note_end(self, exitcode: int) -> None:
         self._ended.set()

@@ -334,6 +334,20 @@ def test_a_server_that_takes_nothing_is_killed(rig: Rig) -> None:
     assert rig.next(events.ServerLost) == events.ServerLost(-signal.SIGKILL)
 
 
+@pytest.mark.slow
+@with_rig
+def test_a_server_that_is_stopped_goes_on(rig: Rig) -> None:
+    """No end of a worker would be seen otherwise."""
+    workerserver.STOPPED_S = 1  # of this fork alone
+    server = rig.ready()
+    for rank in range(2):  # not only the first time
+        rig.start_worker(server, "wait", rank=rank)
+        worker = rig.next(events.WorkerStarted).pid
+        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        assert rig.next(events.Exit).exitcode == -signal.SIGKILL
+
+
 @with_rig
 def test_children_that_were_there_before_are_left_alone(rig: Rig) -> None:
     """As when a shell starts something in the background and then executes elaunch."""
