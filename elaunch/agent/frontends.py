@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -43,12 +44,15 @@ from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.agent.status.webpages import WebPages
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.config.values import Moment
 from elaunch.errors import RunDirError
 from elaunch.runs import verdict
 from elaunch.runs.pace import StepRate
 from elaunch.runs.record import Record
 from elaunch.text import duration
 
+CLOCK_S: Final = 10.0
+"""Seconds after which the wall clock is read again."""
 PING_TIMEOUT: Final = 2.0
 """Seconds for the loop to show that it is alive."""
 LOOP_PATIENCE: Final = 1.0
@@ -157,8 +161,7 @@ def _start_notices(context: RunContext, stack: contextlib.ExitStack, reaper: Rea
     """Have the workers asked to save and to end at --preempt-at, or by --notice-command."""
     settings, post = context.settings, context.post
     if settings.preempt_at is not None:
-        timer = preempt_timer(settings.preempt_at, settings.preempt_left, post)
-        stack.callback(timer.cancel)
+        stack.callback(preempt_timer(settings.preempt_at, post).set)
     if settings.notice_command is None:
         return
     from elaunch.agent.noticecommand import NoticeCommand, post_notice
@@ -169,21 +172,27 @@ def _start_notices(context: RunContext, stack: contextlib.ExitStack, reaper: Rea
     stack.callback(command.close)
 
 
-def preempt_timer(at: float, before_end: float | None, post: Post) -> threading.Timer:
-    """Return a started timer that posts PreemptAsked ``at`` that time, in seconds of the epoch.
+def preempt_timer(moment: Moment, post: Post) -> threading.Event:
+    """Post PreemptAsked at that moment; return what ends the wait, if it is set.
 
-    ``before_end``: how long before the platform's end that is; what is left counts when it fires.
+    A time is one of the wall clock, which may be set meanwhile; a duration is not. What is left
+    until the platform's end counts when the moment has come.
     """
+    over, at, end = threading.Event(), moment.at, moment.before_end
+    until = math.inf if moment.after is None else time.monotonic() + moment.after
 
-    def due() -> None:
-        left = None if before_end is None else max(0.0, at + before_end - time.time())
-        post(events.PreemptAsked("the time of --preempt-at has come", lambda _: None, left))
+    def left() -> float:
+        return until - time.monotonic() if at is None else at - time.time()
 
-    # A wait of C's may not be longer than this; nobody waits for 100 days.
-    made = threading.Timer(min(max(0.0, at - time.time()), threading.TIMEOUT_MAX, 8_640_000.0), due)
-    made.daemon = True
-    made.start()
-    return made
+    def wait() -> None:
+        while (seconds := left()) > 0:
+            if over.wait(min(seconds, CLOCK_S)):
+                return
+        rest = None if end is None else max(0.0, left() + end)
+        post(events.PreemptAsked("the time of --preempt-at has come", lambda _: None, rest))
+
+    threading.Thread(target=wait, name="preempt-at", daemon=True).start()
+    return over
 
 
 # ── what commands ask of the loop ────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -143,21 +144,15 @@ def preempt_signals(
     return tuple(each for each in wanted if each not in both)
 
 
-def preempt_at(answers: Answers, environ: Mapping[str, str]) -> float | None:
-    """Return when the workers are to be asked to save and to end, in seconds since the epoch."""
-    given = answers["preempt-at"]
-    if given is None:
-        return None
+def preempt_at(answers: Answers, environ: Mapping[str, str]) -> Moment | None:
+    """Return when the workers are to be asked to save and to end: ``after`` or ``at`` is set."""
+    given: Moment | None = answers["preempt-at"]
+    if given is None or given.after is not None:
+        return given
     try:
-        return resolved(given, environ)
+        return replace(given, at=resolved(given, environ))
     except ValueError as error:
         raise answers.fault("preempt-at", str(error)) from None
-
-
-def preempt_left(answers: Answers) -> float | None:
-    """Return how many seconds after that moment Slurm ends the job; None: it may never."""
-    given = answers["preempt-at"]
-    return None if given is None else given.before_end
 
 
 def devices(answers: Answers, environ: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from elaunch.config.flags.flag import Answers, JobFile, collect, from_variables
 from elaunch.config.flags.table import TABLE
 from elaunch.config.place import Topology
 from elaunch.config.rendezvous import RendezvousSettings, several_nodes
-from elaunch.config.values import StreamMap
+from elaunch.config.values import Moment, StreamMap
 from elaunch.env import HPARAMS, NCCL_ASYNC_ERRORS, RoundFacts, worker_environment
 from elaunch.errors import UsageError
 
@@ -76,8 +76,7 @@ class Settings(Struct, frozen=True):
     signals_to_handle: tuple[signal.Signals, ...]
     forward_signals: tuple[signal.Signals, ...]
     preempt_signals: tuple[signal.Signals, ...]
-    preempt_at: float | None
-    preempt_left: float | None
+    preempt_at: Moment | None
     notice_command: str | None
     on_event: str | None
     shutdown_timeout: float
@@ -166,7 +165,6 @@ def resolve(
             "master_addr": meeting.master_addr,
             "master_port": meeting.master_port,
             "preempt_at": checks.preempt_at(answers, environ),
-            "preempt_left": checks.preempt_left(answers),
             "rendezvous": meet,
             "interpreter": python,
             "env": env,

@@ -387,7 +387,7 @@ def best(raw: str) -> tuple[str, Literal["min", "max"]]:
 class Moment:
     """A moment as given: ``after`` the start, ``at`` a time, or ``before_end`` of Slurm's job.
 
-    Exactly one is set; in seconds, ``at`` since the epoch.
+    One is set, ``at`` besides ``before_end`` once it is known; in seconds, ``at`` since the epoch.
     """
 
     after: float | None = None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from elaunch.agent import frontends
 from elaunch.agent.frontends import line_of
 from elaunch.agent.logs.console import Console, LineWriter
 from elaunch.agent.policy import events
+from elaunch.config.values import Moment
 from elaunch.runs.pace import StepRate
 from tests.cli.views.test_status import Terminal
 from tests.integration.jobs import FORK
@@ -30,13 +32,29 @@ from tests.launching import clean_environment
 def test_a_timer_that_is_late(before_end: float | None, most: float | None) -> None:
     """What is left until Slurm ends the job is counted when it fires: here 100 s too late."""
     posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-    frontends.preempt_timer(time.time() - 100.0, before_end, posted.put)
+    frontends.preempt_timer(Moment(at=time.time() - 100.0, before_end=before_end), posted.put)
     event = posted.get(timeout=60.0)
     assert isinstance(event, events.PreemptAsked)
     if most is None or event.left is None:
         assert event.left is most
     else:
         assert max(0.0, most - 60.0) <= event.left <= most
+
+
+@pytest.mark.parametrize(
+    ("moment", "ahead"), [(Moment(at=time.time() + 1e6), 2e6), (Moment(after=0.5), -1e6)]
+)
+def test_a_clock_that_is_set_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, moment: Moment, ahead: float
+) -> None:
+    """A time is the wall clock's, a duration is not."""
+    monkeypatch.setattr(frontends, "CLOCK_S", 0.05)
+    posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    frontends.preempt_timer(moment, posted.put)
+    assert posted.empty()
+    clock = SimpleNamespace(time=lambda: time.time() + ahead, monotonic=time.monotonic)
+    monkeypatch.setattr(frontends, "time", clock)
+    assert isinstance(posted.get(timeout=60.0), events.PreemptAsked)
 
 
 LIVE = "elaunch: step 12"
