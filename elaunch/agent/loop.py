@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
@@ -221,6 +222,9 @@ class Agent:
 
     def _end_tree(self, state: State, action: EndTree) -> None:
         grace, now = action.grace, time.monotonic()
+        ranks = [state.first_rank + rank for rank in state.alive] if state.notice else []
+        if found := stacks.stopped({rank: self._hangs.pid(rank) for rank in ranks}):
+            log.warning("%s", found)
         if state.phase is Phase.STOPPING and self._deadline is not None:
             grace = min(grace, max(0.0, self._deadline - now))  # what the workers left of it
         overdue = self._group.server.end_tree(state.round, action.signum, grace)

@@ -5,4 +5,4 @@ reports, or at lines that it prints. ``judge`` decides purely from the history o
 asks every worker where it is before the round is ended; ``flame`` looks at one for longer.
 """
 
-__all__ = ["collectives", "elsewhere", "flame", "progress", "scene", "stackdump", "watch"]
+__all__ = ["collectives", "elsewhere", "flame", "progress", "scene", "stackdump", "stacks", "watch"]

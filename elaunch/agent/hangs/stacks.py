@@ -34,6 +34,7 @@ from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
 from elaunch.checkpoint.storage import atonce
 from elaunch.server import processes
+from elaunch.text import ranks
 
 WRITE_S: Final = 5.0
 """Seconds for a worker to write its stacks."""
@@ -46,6 +47,7 @@ TORCH_S: Final = 0.5
 QUIET_S: Final = 0.3
 """A file that has not grown for so long is whole, whatever it ends with."""
 _LOOK_S: Final = 0.02
+STOPPED: Final = "the process is stopped by a signal (SIGSTOP) or by a debugger"
 
 
 class Worker(Struct, frozen=True):
@@ -194,8 +196,16 @@ def at_rest(pid: int) -> str:
     if not state or state[:1] in "ZX":
         return "the process has ended meanwhile"
     if state[:1] in "Tt":
-        return "the process is stopped by a signal (SIGSTOP) or by a debugger"
+        return STOPPED
     return ""
+
+
+def stopped(pids: Mapping[int, int]) -> str:
+    """Return which of the workers (pids by rank) are stopped, in a sentence, or ""."""
+    found = [rank for rank, pid in pids.items() if pid and at_rest(pid) == STOPPED]
+    if not found:
+        return ""
+    return f"{ranks(found)} {'does' if len(found) == 1 else 'do'} not follow it: {STOPPED}"
 
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:

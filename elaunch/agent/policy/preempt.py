@@ -153,6 +153,9 @@ def overdue(state: State) -> Decision:
     elif silent:
         have = "has" if len(silent) == 1 else "have"
         problem += f"; {ranks(silent)} {have} not asked should_preempt()"
+    elif len(late := state.alive - state.acked or state.alive) < state.limits.nproc:
+        have = "has" if len(late) == 1 else "have"
+        problem += f"; {ranks(state.first_rank + rank for rank in late)} {have} not ended for it"
     what = f"{problem}; ending {workers(len(state.alive))}"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), what
 

@@ -336,6 +336,18 @@ TABLE: dict[str, Row] = {
         "the notice was not followed for 30 s; rank 1 has not asked should_preempt(); ending 2 "
         "workers",
     ),
+    "one of them does not end": (
+        TWO,
+        (*RUNS, *LISTEN, ASKED, acked(0), DEADLINE),
+        SWEEP,
+        "the notice was not followed for 30 s; rank 1 has not ended for it; ending 2 workers",
+    ),
+    "one of them has ended": (
+        TWO,
+        (*RUNS, *LISTEN, ASKED, acked(0), acked(1), exited(1, 0), DEADLINE),
+        SWEEP,
+        "the notice was not followed for 30 s; rank 0 has not ended for it; ending 1 worker",
+    ),
     "and are killed": (
         TWO,
         (
