@@ -116,6 +116,7 @@ class TcpServer:
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+        self._listening.close()  # it is not registered while no descriptor is left
         self._selector.close()
 
     def _accept(self) -> None:

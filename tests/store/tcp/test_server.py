@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -94,6 +95,26 @@ def test_who_connects_waits_while_no_descriptor_is_left() -> None:
             by = time.monotonic() + LONG
             assert late.values(["none"], by) == [b""]
             assert lines[0].values(["none"], by) == [b""]
+
+
+class OutOfFiles(socket.socket):
+    """A listening socket that accepts nothing, as the process has no descriptor left."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """Fail."""
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_server_that_has_no_descriptor_left_leaves_its_port() -> None:
+    """It does not wait for connections at that time."""
+    listening = OutOfFiles()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    made = TcpServer(listening)
+    with socket.create_connection(listening.getsockname()):
+        wait_until(lambda: made._accepts_at is not None, LONG, "it is out of descriptors")
+        made.close()
+    assert listening.fileno() == -1
 
 
 def _is_full(files: str, most: int) -> bool:
