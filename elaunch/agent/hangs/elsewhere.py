@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.recorders import at_times
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.turn import Round
@@ -68,14 +68,4 @@ class OtherNodes:
             answer = line.ask({"do": "collectives", **asked})
         later = time.time() - float(answer["now"])
         places = msgspec.convert(answer["places"], dict[str, RankPlace])
-        return {int(rank): _moved(place, later) for rank, place in places.items()}
-
-
-def _moved(place: RankPlace, later: float) -> RankPlace:
-    """Return the place by the clock of this machine, which shows that much more."""
-    groups = {
-        name: replace(group, calls=tuple(replace(one, at=one.at + later) for one in group.calls))
-        for name, group in place.groups.items()
-    }
-    receives = tuple(replace(one, at=one.at + later) for one in place.receives)
-    return replace(place, groups=groups, receives=receives)
+        return {int(k): at_times(one, lambda call: call.at + later) for k, one in places.items()}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import selectors
 import socket
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -133,6 +134,7 @@ class Recorders:
         self._round: Round | None = None
         self._ended: frozenset[int] = frozenset()
         self._since: Mapping[int, _Unrecorded] = {}
+        self._first: Mapping[tuple[int, CollectiveCall], float] = {}
 
     def begin(self, begun: Round) -> None:
         """Forget the round before, and remove what its workers have left."""
@@ -149,7 +151,9 @@ class Recorders:
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
-        return self._ask(pids, until, (TRACE,))[0]
+        places = self._ask(pids, until, (TRACE,))[0]
+        self._note(places)
+        return places
 
     def with_receives(
         self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float
@@ -158,7 +162,7 @@ class Recorders:
 
         Those of gloo's sends and receives are such: the stack of a rank shows that it is in one.
         It waits since it was first seen there, if it has not been woken since: the next of many
-        looks the same.
+        looks the same. All waits are as long as they were seen, also if the clock was set back.
         """
         outside = [
             rank for rank, one in places.items() if not (one.is_held or one.problem or one.leaving)
@@ -168,7 +172,23 @@ class Recorders:
         waits = {rank: _unrecorded(pids[rank], dump) for rank, dump in dumps.items()}
         found = {rank: one for rank, one in waits.items() if one is not None}
         self._since = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
-        return _awaiting(places, self._since)
+        return self._dated(_awaiting(places, self._since))
+
+    def _note(self, places: Mapping[int, RankPlace]) -> None:
+        """Keep since when each wait is known, by the monotonic clock."""
+        now, before = time.monotonic(), self._first
+        waits = [(rank, one) for rank, place in places.items() for one in place.awaited]
+        self._first = {each: before.get(each, now) for each in waits}
+
+    def _dated(self, places: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
+        """Return the places; a wait that was seen before it began has begun when it was seen."""
+        self._note(places)
+        first, ahead = self._first, time.time() - time.monotonic()
+
+        def begun(rank: int, call: CollectiveCall) -> float:
+            return min(call.at, first.get((rank, call), math.inf) + ahead)
+
+        return {rank: at_times(place, partial(begun, rank)) for rank, place in places.items()}
 
     def scene(
         self, pids: Mapping[int, int], until: float
@@ -355,6 +375,16 @@ def _call(entry: _Entry) -> CollectiveCall:
         at=entry.time_created_ns / 1e9,
         waits=_waits(entry),
     )
+
+
+def at_times(place: RankPlace, at: Callable[[CollectiveCall], float]) -> RankPlace:
+    """Return a place whose collectives, sends and receives were entered then."""
+
+    def moved(calls: tuple[CollectiveCall, ...]) -> tuple[CollectiveCall, ...]:
+        return tuple(replace(one, at=at(one)) for one in calls)
+
+    groups = {name: replace(one, calls=moved(one.calls)) for name, one in place.groups.items()}
+    return replace(place, groups=groups, receives=moved(place.receives))
 
 
 def _awaiting(

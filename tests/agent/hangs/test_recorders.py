@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elaunch.agent.hangs import recorders
-from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, waited
 from elaunch.agent.hangs.recorders import TRACE, Question, Recorders, ask, place
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
@@ -157,6 +158,21 @@ def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Recorders, "_ask", lambda *_: ({}, {0: empty}))
     places = {0: RankPlace(done=1)}
     assert Recorders(tmp_path).with_receives(places, {0: 1}, 0.0) == places
+
+
+def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was seen to wait has waited for so long, whatever the clock shows."""
+    inside = CollectiveCall(7, "all_reduce", at=1000.0, waits=True)
+    places = {0: RankPlace({"0": GroupPlace((0, 1), calls=(inside,))}), 1: RankPlace()}
+    clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(recorders, "time", clock)
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: (places, {}))
+    asked = Recorders(tmp_path)
+    assert asked.with_receives(asked.places({}, 0.0), {}, 0.0) == places
+    clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
+    assert asked.places({}, 0.0) == places  # else the same call would look like another
+    found = asked.with_receives(places, {}, 0.0)
+    assert (waited(found, 500.0), found[1]) == (10.0, places[1])
 
 
 def test_a_receive_after_the_other_is_no_long_one() -> None:
