@@ -111,6 +111,8 @@ def test_a_rank_that_is_gone_is_named(store: int, signum: signal.Signals, told: 
     """Whether it was killed or stopped before it heard of the notice."""
     with workers(3, store, f"gone-{signum}", "silent") as started:
         started[2].send_signal(signum)
+        # On a busy machine one of its threads may go on for a while.
+        os.waitid(os.P_PID, started[2].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         started[1].send_signal(signal.SIGUSR1)
         said = line(started[0])
     assert "ranks [2] have not answered the notice to end for 3 s" in said
