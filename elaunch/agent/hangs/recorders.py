@@ -195,7 +195,11 @@ class Recorders:
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
         """Return where the living workers are, and the stacks of those that let Python go."""
         places, dumps = self._ask(pids, until, (TRACE, STACKS))
-        waits = {rank: _unrecorded(pids[rank], dump) for rank, dump in dumps.items()}
+        # To read the sources of lines that wait takes milliseconds a rank.
+        outside = [
+            k for k, one in places.items() if k in dumps and not (one.is_held or one.problem)
+        ]
+        waits = {rank: _unrecorded(pids[rank], dumps[rank]) for rank in outside}
         return _awaiting(places, {k: one for k, one in waits.items() if one is not None}), dumps
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
