@@ -82,7 +82,6 @@ class TcpServer:
         self._waiting: defaultdict[bytes, set[_Client]] = defaultdict(set)
         self._selector = selectors.DefaultSelector()
         self._accepts_at: float | None = None
-        self._clients: dict[_Client, None] = {}  # in the order in which they came
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(limit // 2, limit - _OWN_FILES) if limit > 0 else sys.maxsize
         self._short = False
@@ -132,15 +131,15 @@ class TcpServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client = _Client(sock, self)
-        self._selector.register(sock, selectors.EVENT_READ, client)
-        self._clients[client] = None
-        if len(self._clients) > self._most:
+        self._selector.register(sock, selectors.EVENT_READ, _Client(sock, self))
+        registered = self._selector.get_map()
+        if len(registered) > self._most + 2:  # the listening socket and the end are no clients
             self._complain(
                 f"has {self._most} connections, for more raise ulimit -n: the most "
                 "silent one ends for each that comes"
             )
-            self._drop(min(self._clients, key=attrgetter("heard")))
+            clients = (key.data for key in registered.values() if key.data is not None)
+            self._drop(min(clients, key=attrgetter("heard")))
 
     def _complain(self, problem: str) -> None:
         if not self._short:
@@ -168,7 +167,6 @@ class TcpServer:
 
     def _drop(self, client: _Client) -> None:
         self._forget(client)
-        self._clients.pop(client, None)
         with contextlib.suppress(KeyError, ValueError):  # it was dropped when it was to be woken
             self._selector.unregister(client.sock)
         client.sock.close()
