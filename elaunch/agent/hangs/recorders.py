@@ -71,7 +71,8 @@ waits have a frame of their own."""
 class _Unrecorded(NamedTuple):
     """A wait that torch does not record: its function, the process, and since when it is known.
 
-    ``woken`` is how often the process's first thread has been woken in its life.
+    ``woken`` is how often the process's first thread has been woken in its life, ``at`` is a time
+    of the monotonic clock.
     """
 
     name: str
@@ -169,10 +170,9 @@ class Recorders:
         ]
         asked = {rank: pids[rank] for rank in outside if rank in pids}
         dumps = self._ask(asked, until, (STACKS,))[1]
-        waits = {rank: _unrecorded(pids[rank], dump) for rank, dump in dumps.items()}
-        found = {rank: one for rank, one in waits.items() if one is not None}
+        found = _unrecorded_waits(places, dumps, pids)
         self._since = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
-        return self._dated(_awaiting(places, self._since))
+        return _awaiting(self._dated(places), self._since)
 
     def _note(self, places: Mapping[int, RankPlace]) -> None:
         """Keep since when each wait is known, by the monotonic clock."""
@@ -182,7 +182,6 @@ class Recorders:
 
     def _dated(self, places: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
         """Return the places; a wait that was seen before it began has begun when it was seen."""
-        self._note(places)
         first, ahead = self._first, time.time() - time.monotonic()
 
         def begun(rank: int, call: CollectiveCall) -> float:
@@ -195,12 +194,7 @@ class Recorders:
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
         """Return where the living workers are, and the stacks of those that let Python go."""
         places, dumps = self._ask(pids, until, (TRACE, STACKS))
-        # To read the sources of lines that wait takes milliseconds a rank.
-        outside = [
-            k for k, one in places.items() if k in dumps and not (one.is_held or one.problem)
-        ]
-        waits = {rank: _unrecorded(pids[rank], dumps[rank]) for rank in outside}
-        return _awaiting(places, {k: one for k, one in waits.items() if one is not None}), dumps
+        return _awaiting(places, _unrecorded_waits(places, dumps, pids)), dumps
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
         """Return the stacks of those workers that let Python go, as :meth:`places` does."""
@@ -395,13 +389,23 @@ def _awaiting(
     places: Mapping[int, RankPlace], waits: Mapping[int, _Unrecorded]
 ) -> dict[int, RankPlace]:
     """Return the places; of a rank in no collective with the wait that its stack shows."""
-    found = dict(places)
-    for rank, one in waits.items():
-        place = places.get(rank)
-        if place is not None and not (place.is_held or place.problem):
-            call = CollectiveCall(0, one.name, at=one.at, waits=True)
-            found[rank] = replace(place, receives=(call,))
-    return found
+    ahead = time.time() - time.monotonic()
+    calls = {
+        k: CollectiveCall(0, one.name, at=one.at + ahead, waits=True) for k, one in waits.items()
+    }
+    return {**places, **{k: replace(places[k], receives=(call,)) for k, call in calls.items()}}
+
+
+def _unrecorded_waits(
+    places: Mapping[int, RankPlace], dumps: Mapping[int, Dump], pids: Mapping[int, int]
+) -> dict[int, _Unrecorded]:
+    """Return the waits that stacks show, of ranks in no collective.
+
+    Others are left out, since to read the sources of lines takes milliseconds a rank.
+    """
+    outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
+    waits = {rank: _unrecorded(pids[rank], dumps[rank]) for rank in outside if rank in dumps}
+    return {rank: one for rank, one in waits.items() if one is not None}
 
 
 def _unrecorded(pid: int, dump: Dump) -> _Unrecorded | None:
@@ -410,7 +414,7 @@ def _unrecorded(pid: int, dump: Dump) -> _Unrecorded | None:
     if not name:
         return None
     woken = proc.status(pid).get("voluntary_ctxt_switches", "")
-    return _Unrecorded(name, pid, int(woken) if woken.isdigit() else -1, time.time())
+    return _Unrecorded(name, pid, int(woken) if woken.isdigit() else -1, time.monotonic())
 
 
 def _waits_in(pid: int, dump: Dump) -> str:

@@ -175,6 +175,21 @@ def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (waited(found, 500.0), found[1]) == (10.0, places[1])
 
 
+def test_a_clock_that_is_set_back_in_a_receive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which only the stack shows."""
+    clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(recorders, "time", clock)
+    frame = f'File "{recorders._TORCHS}", line 1 in recv'
+    places, dumps = {0: RankPlace(done=1)}, {0: Dump((frame,), ())}
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: (places, dumps))
+    asked, pids = Recorders(tmp_path), {0: 1}
+    assert waited(asked.with_receives(asked.places(pids, 0.0), pids, 0.0), 1003.0) == 0.0
+    clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
+    assert waited(asked.with_receives(asked.places(pids, 0.0), pids, 0.0), 500.0) == 10.0
+
+
 def test_a_receive_after_the_other_is_no_long_one() -> None:
     """A rank that is woken in between has received something."""
     first = recorders._Unrecorded("recv", 7, 100, 4.0)
