@@ -92,7 +92,7 @@ FACTS = frozenset(
         *("ELAUNCH_RESUME_STEP", RESUME_UUID, HPARAMS, INIT_FROM),
     }
 )
-"""What an agent sets for its own workers alone: it means nothing to another job."""
+"""Variables that an agent sets for its own workers alone: they mean nothing to another job."""
 HANDLED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """Those of --signals-to-handle by default, as with torchrun."""
 MAX_ADDRS = 100_000
@@ -130,7 +130,7 @@ def only_node(addr: str, nproc: int) -> NodePlace:
 
 
 class RoundFacts(NamedTuple):
-    """What every worker of one round on this node gets in its environment."""
+    """Values that every worker of one round on this node gets in its environment."""
 
     run_id: str
     round: int = 0

@@ -405,6 +405,17 @@ def test_public_things_are_documented() -> None:
     report("docstrings", missing)
 
 
+def test_docstrings_begin_with_their_subject() -> None:
+    """One of a module, class, function or name begins with what it is, not with "What" or "Who"."""
+    found = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(text, ast.Constant) and str(text.value).startswith(("What ", "Who ")):
+                found.append((f"{module}:{node.lineno}", str(text.value)[:40]))
+    report("docstrings", found)
+
+
 def broad(handler: ast.AST | None) -> bool:
     """Return whether an except clause's type takes in every exception."""
     names = handler.elts if isinstance(handler, ast.Tuple) else [handler]

@@ -65,7 +65,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ScheduledJob:
-    """What all targets are made from.
+    """The job of which the files for every target are made.
 
     ``flags`` and ``command`` are words of ``elaunch run``, without the size and the meeting point,
     which ``answers`` have; ``lead`` is the seconds between the request to save and the end.

@@ -139,7 +139,7 @@ ELSEWHERE: Final = {
     "--master-addr": "main-process-ip",
     "--master-port": "main-process-port",
 }
-"""What mpirun, srun, accelerate, deepspeed and others call what a flag of ours is for."""
+"""The names that mpirun, srun, accelerate, deepspeed and others have for a flag of ours."""
 
 
 def _no_such(word: str) -> click.UsageError:

@@ -49,7 +49,7 @@ class Command(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What the job is called unless it is told: a module's name, a file's without suffix."""
+        """The job's name if none is given: a module's name, a file's without suffix."""
         stem = self.entrypoint if self.mode == "module" else Path(self.entrypoint).stem
         return stem or self.entrypoint
 

@@ -73,14 +73,14 @@ STACKS_S: Final = 5.0
 """Seconds between two readings of a job's stacks, however many pages ask."""
 
 VERBS: Final = {"preempt": "end", "restart": "restart"}
-"""What an agent is asked for, and what that is called where another machine has to be asked."""
+"""Requests to an agent, and their names where another machine has to be asked."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
 class _LastUsed(Generic[T]):
-    """What was made for the runs that were asked for last; few, since each may be large."""
+    """Things made for the runs that were asked for last; few, since each may be large."""
 
     def __init__(self, make: Callable[[RunDir], T]) -> None:
         self._make = make
@@ -102,7 +102,7 @@ def _read_stacks(run: RunDir) -> dict[str, Any]:
 
 
 class Dashboard:
-    """What is known between requests: the files of the page, and feeds of what was watched last.
+    """The state between requests: the files of the page, and feeds of what was watched last.
 
     Args:
         environ: tells where runs are.

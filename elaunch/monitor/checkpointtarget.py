@@ -1,4 +1,4 @@
-"""What a person means by RUN_OR_DIR and by the NAME of a checkpoint.
+"""RUN_OR_DIR and the NAME of a checkpoint, as a person means them.
 
 ====================  ==============================================================================
 RUN_OR_DIR            is

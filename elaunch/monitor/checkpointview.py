@@ -1,4 +1,4 @@
-"""What is in a checkpoint directory, as ``elaunch checkpoints`` shows it: read, nothing changed.
+"""A checkpoint directory as ``elaunch checkpoints`` shows it: read, nothing is changed.
 
 ==============  ====================================================================================
 state           is
@@ -76,7 +76,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a directory or URL holds, from old to new; ``resumed`` is what live runs began from."""
+    """The checkpoints of a directory or URL, the oldest first; live runs began from ``resumed``."""
 
     place: Location
     storage: Storage

@@ -1,4 +1,4 @@
-"""What ``elaunch status --json`` prints; docs/status.md describes each field."""
+"""The document that ``elaunch status --json`` prints; docs/status.md describes each field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``elaunch status`` shows of a whole job, as plain data (see elaunch.monitor.page).
+"""The page of ``elaunch status`` about a whole job, as plain data (see elaunch.monitor.page).
 
 :func:`job_page` puts the state and its cause first, then how far the job got, its nodes by rank,
 and those that stand by or join. :func:`jobs_page` is one row for each job.

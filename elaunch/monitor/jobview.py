@@ -87,7 +87,7 @@ class PresentAgent:
 
 @dataclass(frozen=True)
 class StoredJob:
-    """What a store holds of one job at one moment.
+    """One job, as a store holds it at one moment.
 
     Attributes:
         plan, version: the newest plan; None and 0 before the first.

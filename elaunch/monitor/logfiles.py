@@ -39,8 +39,8 @@ LONGEST: Final = 16 << 20
 
 @dataclass(frozen=True)
 class Choice:
-    """What to show; None for all. ``node`` is a node rank or a host; ``since`` is in seconds since
-    the epoch."""
+    """The lines to show; None for all. ``node`` is a node rank or a host; ``since`` is in seconds
+    since the epoch."""
 
     ranks: frozenset[int] | None = None
     round: int | None = None

@@ -1,4 +1,4 @@
-"""What the agents of a running job show of all its nodes, and what they are asked to do.
+"""Views of all nodes of a running job, by its agents, and requests to them.
 
 Stacks, workers and log files of other nodes: the agent of this node is asked, which asks the others
 (``elaunch.agent.status.views``). And that the job stop, be preempted, or begin another round:

@@ -1,4 +1,4 @@
-"""What ``elaunch status`` shows, as plain data: parts in the order in which they are read.
+"""The page of ``elaunch status`` as plain data: parts in the order in which they are read.
 
 :func:`run_page` puts the state and its cause first, then how far it got, the workers and the
 rounds, and last where it came from. :func:`list_page` is one row for each run.

@@ -37,7 +37,7 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class NodeReading:
-    """What the agent of another node has answered of its workers.
+    """The answer of another node's agent about its workers.
 
     ``age_s`` is how old that is, None where it has not answered in this round; ``problem`` why it
     does not answer now, or "".
@@ -52,7 +52,7 @@ class NodeReading:
 
     @property
     def note(self) -> str:
-        """What a person should know of the reading, or ""."""
+        """A remark on the reading for people, or ""."""
         seen = f"seen {duration(self.age_s)} ago: " if self.problem and self.age_s else ""
         return one_line(seen + self.problem)
 

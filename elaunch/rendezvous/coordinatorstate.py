@@ -56,7 +56,7 @@ def draw_job_and_jitter() -> tuple[str, float]:
 
 
 class CoordinatorState:
-    """What a coordinator knows and what follows from it; no method blocks.
+    """A coordinator's knowledge, and what follows from it; no method blocks.
 
     ``old_job`` is the incarnation id in a plan that was over before this agent joined: another job
     has this run id now. ``make_job`` makes the id of that one, ``jitter`` draws from 0.5 to 1.

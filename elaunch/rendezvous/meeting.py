@@ -52,7 +52,7 @@ def random_name() -> str:
 
 
 class World(Struct, frozen=True):
-    """What a meeting needs of its agent.
+    """The agent, as far as a meeting needs it.
 
     Attributes:
         post: takes news; called from several threads, must not block.

@@ -73,14 +73,14 @@ log = logging.getLogger("elaunch")
 
 
 class MemberState:
-    """What one agent knows of its membership in the job."""
+    """One agent's membership in the job, as far as the agent knows."""
 
     def __init__(
         self, rules: Rules, secret: bytes | None, make_name: Callable[[], str], now: float
     ) -> None:
         self._rules = rules
         self.secret = secret
-        """What signs the records, ours and those of others; None: nothing does."""
+        """The key that signs the records, ours and those of others; None: nothing does."""
         self._make_name = make_name
         self._ttl = rules.heartbeat_timeout
         self.name = ""

@@ -140,7 +140,7 @@ class MungeKey:
     def __init__(self, run_id: str) -> None:
         self.secret: bytes | None = None
         self.credential = b""
-        """What holds ``secret``, for others; empty without one."""
+        """The credential that holds ``secret``, for others; empty without one."""
         self._run_id = run_id
         self._warned = False
 

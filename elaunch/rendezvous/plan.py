@@ -81,7 +81,7 @@ class WorkerFailure(
 
 
 class PlanCheckpoint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a round resumes from.
+    """The checkpoint that a round resumes from.
 
     The path is relative where every node has a directory of its own (--checkpoint-local). ``uuid``
     is that of a checkpoint which the agents have in memory and still write; "" for all others.
@@ -170,7 +170,7 @@ class RestartRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one agent reports of itself.
+    """The status of one node, as its agent reports it.
 
     Attributes:
         host: the machine's name, for messages and for the order of newcomers.
@@ -324,7 +324,7 @@ def column(nodes: Sequence[Node], name: str) -> Sequence[Any]:
 
 
 class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the coordinator has decided and published last.
+    """The newest decision that the coordinator has published.
 
     Attributes:
         job: the incarnation id, random; a later job with the same run id has another. Agents know

@@ -80,7 +80,7 @@ REMEDIES: Final = {
     "kill": "--sibling-grace is how long the others have to end",
     "nodes": "a lower MIN of --nnodes goes on with fewer, a spare node takes over at once",
 }
-"""What makes a class of time smaller, where there is something that does for any script."""
+"""Advice that makes a class of time smaller, where there is some for any script."""
 _UNKNOWN: Final = {
     "nothing": "the script reports nothing, so that its init, loads, saves, waits and steps done "
     "again count as train",

@@ -53,7 +53,7 @@ SAVING = (
     "elaunch.training.checkpoint.save",
     "elaunch.training.checkpoint.saver",
 )
-"""What a worker imports that loads and saves."""
+"""Modules that a worker imports to load and to save."""
 ANNOUNCED: Mapping[int, tuple[str, ...]] = {
     signal.SIGURG: compiling.MODULES,
     signal.SIGWINCH: SAVING,
@@ -73,7 +73,7 @@ Meanwhile = Callable[[int | None], None]
 
 
 class Preloaded(NamedTuple):
-    """What became of an import.
+    """The outcome of an import.
 
     ``problem`` is why it failed, or why nothing may be started with it; ``unforkable`` why this
     process must not be forked any more, with the module that is to blame.
@@ -191,7 +191,7 @@ def _reason(module: str, others: int) -> str:
 
 
 class Warmed(NamedTuple):
-    """What became of the later modules: imported, or not because of ``problem`` or ``settings``.
+    """The outcome for the later modules: imported, or not for ``problem`` or ``settings``.
 
     ``settings`` are the variables that the script sets and that the modules read; ``compiles``:
     what compiling takes is imported, and no script's settings are against it.
@@ -219,7 +219,7 @@ class Later:
 
     @property
     def files(self) -> list[int]:
-        """What to wait for: the answer of the fork that finds out what workers would."""
+        """The descriptor to wait for: the answer of the fork that finds out what workers would."""
         return [] if self._finding is None else [self._finding.file]
 
     @property

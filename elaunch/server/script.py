@@ -23,8 +23,8 @@ from elaunch import errorrecord
 from elaunch.server.worker import Job
 
 _as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]
-"""What the interpreter itself calls for ``-m``; runpy's public functions run a copy of ``__main__``
-that pickle and multiprocessing do not find."""
+"""The function that the interpreter itself calls for ``-m``; runpy's public ones run a copy of
+``__main__`` that pickle and multiprocessing do not find."""
 
 _replaced: list[types.ModuleType] = []
 """The server's own ``__main__``: the interpreter uses its names to the end, without owning it."""

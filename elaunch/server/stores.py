@@ -65,7 +65,7 @@ class Stores:
 
     @property
     def files(self) -> list[int]:
-        """What to wait for: the host's messages, a worker that connects before there is a host."""
+        """The descriptors to wait for: the host's, and that of a worker's early connection."""
         host = [] if self._host is None else [self._host.fileno()]
         return host if self._waiting is None else [*host, self._waiting.listening]
 

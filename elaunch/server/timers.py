@@ -66,7 +66,7 @@ class Timers:
 
     @property
     def files(self) -> list[int]:
-        """What to wait for."""
+        """The descriptor to wait for."""
         return [] if self._pipe is None else [self._pipe]
 
     @property

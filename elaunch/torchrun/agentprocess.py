@@ -52,7 +52,7 @@ Serve = Callable[[int], NoReturn]
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         exit_code: of the agent.

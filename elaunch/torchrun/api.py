@@ -32,7 +32,7 @@ from elaunch.torchrun.calls import run_function
 TORCHS_TIMEOUT = 900
 TORCHS_INTERVAL = 0.1
 TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-"""What torch handles up to 2.8, where the configuration has no field for it."""
+"""The signals that torch handles up to 2.8, whose configuration has no field for them."""
 
 AS_THEY_ARE = (
     *("nproc_per_node", "role", "max_restarts", "signals_to_handle", "shutdown_timeout"),

@@ -120,7 +120,7 @@ class _OpenedAgain:
 
 
 class _Spawning:
-    """What multiprocessing's pickler asks, in the place of the process that it starts."""
+    """Stands where multiprocessing's pickler expects the process that it starts."""
 
     DupFd = _OpenedAgain
 

@@ -325,7 +325,7 @@ def _secret(environ: Mapping[str, str], launcher: Launcher) -> bytes | None:
 
 @dataclass(frozen=True)
 class Info:
-    """What the launcher set for this process; the same in one round, whenever it is asked.
+    """This process's place in its job, as the launcher has set it; the same all through a round.
 
     Attributes:
         run_id: the run's id; empty where the launcher gives none.

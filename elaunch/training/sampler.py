@@ -223,12 +223,12 @@ class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc]
 
     @property
     def num_samples(self) -> int:
-        """What is left for this rank, as ``len()`` returns it; torch's name for that."""
+        """The number of samples left for this rank, as ``len()`` has it; torch's name for it."""
         return len(self)
 
     @property
     def total_size(self) -> int:
-        """What is left for all ranks together, padding included."""
+        """The number of samples left for all ranks together, padding included."""
         return len(self) * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:

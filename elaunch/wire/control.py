@@ -30,7 +30,7 @@ from typing import Any, Final
 from elaunch.wire.local import BadMessage, LocalChannel, connect
 
 SPY_OPTIONS: Final = ("--native", "--locals")
-"""What a command may ask of py-spy."""
+"""The options that a command may pass to py-spy."""
 STACKS_S: Final = 35.0
 """Seconds for all nodes to show their stacks."""
 LOGS_S: Final = 5.0

@@ -55,7 +55,7 @@ Received = tuple[Message, list[int]]
 
 
 class BadMessage(ConnectionError):
-    """What came is no message; nothing that follows it on the stream can be read."""
+    """Bytes came that are no message; nothing that follows them on the stream can be read."""
 
 
 class LocalChannel:

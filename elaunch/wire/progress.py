@@ -77,7 +77,7 @@ SPENT: Final[tuple[Spent, ...]] = (
     "section",
 )
 _FROM: Final[frozenset[Spent]] = frozenset({"first_step", "train", "section"})
-"""What a call interrupts: its time goes on the call then. Others go on, whatever they call."""
+"""Classes that a call interrupts, which gets the time then. Others go on, whatever they call."""
 _TRIES: Final = 20
 _SAME_TIME_S: Final = 0.05
 

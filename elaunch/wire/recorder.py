@@ -51,7 +51,7 @@ LIMIT: Final = ("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 _SIZES: Final = (LIMIT[0], "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ERRORS_ONLY: Final = 2
 _OTHER_TORCH: Final = (LookupError, TypeError, ValueError)
-"""What a function of torch's raises that takes other arguments."""
+"""The errors that a function of torch's raises which takes other arguments."""
 _LAST_ANSWERS_S: Final = 0.5
 """Seconds that the interpreter's end waits for questions that are being answered."""
 _C10D: Final = "torch.distributed.distributed_c10d"

@@ -143,7 +143,7 @@ class StreamListener:
         patience: float = HANDSHAKE_S,
     ) -> None:
         self.key = b""
-        """What callers must know; without one nobody is let in."""
+        """The key that callers must know; without one nobody is let in."""
         self._admit = admit
         self._has_room = has_room
         self._patience = patience

@@ -68,7 +68,7 @@ class Hang(Struct, frozen=True):
 
 
 class Circumstances(Struct, frozen=True):
-    """What is known of the round; times are in seconds, ``started_at`` since 1970.
+    """The circumstances of the round; times are in seconds, ``started_at`` since 1970.
 
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
     ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
@@ -174,7 +174,7 @@ class FailureReport(Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """What the command ends with if no restart follows."""
+        """The exit code of the command if no restart follows."""
         return HangError.exit_code if self.hang else exit_code(self.first.exit.exitcode)
 
     @property
@@ -203,7 +203,7 @@ class FailureReport(Struct, frozen=True):
 
     @property
     def signature(self) -> str:
-        """What the same failure has in common from round to round: its text without numbers."""
+        """The failure's text without its numbers: equal where it comes again in another round."""
         guilty = self.likelier or self.first
         end, told = guilty.exit.word, guilty.message
         if self.hang is not None:

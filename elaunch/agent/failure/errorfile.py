@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """What one worker's error file says; ``problem`` is set instead if it cannot be used."""
+    """The content of one worker's error file; ``problem`` is set instead if it cannot be used."""
 
     path: str
     message: str = ""

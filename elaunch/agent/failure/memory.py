@@ -1,4 +1,4 @@
-"""What the machine knows of memory: OOM kills of this process's cgroup, what is free.
+"""The machine's memory: OOM kills of this process's cgroup, and how much is free.
 
 The kernel counts, for each memory cgroup, the processes that it has killed for memory: cgroup v1 in
 ``memory.oom_control``, v2 in ``memory.events``, both as ``oom_kill``. The agent and its workers are

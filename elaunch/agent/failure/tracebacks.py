@@ -1,4 +1,4 @@
-"""What a dead worker's last lines say: the traceback in them, its message, made fit to print.
+"""The traceback in a dead worker's last lines, and its message, made fit to print.
 
 A block of text is looked for in this order, depending on how the worker ended:
 

@@ -50,7 +50,7 @@ _ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 DEFAULT_GROUP: Final = "init_process_group"
 TOGETHER: Final = frozenset({"monitored_barrier", "new_group"})
-"""What all ranks of a group enter, and torch does not record."""
+"""The calls that all ranks of a group enter and that torch does not record."""
 LASTING_S: Final = 10.0
 """Seconds that ranks have waited for one that is no longer just the slower."""
 
@@ -74,7 +74,7 @@ class CollectiveCall(Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What has to be the same on all ranks."""
+        """The part of it that has to be the same on all ranks."""
         name = self.name.lstrip("_")
         return (name, self.elements, self.dtypes) if self.name in _EQUAL else (name,)
 
@@ -138,7 +138,7 @@ UNKNOWN: Final = RankPlace(problem="no answer")
 
 
 class Culprit(Struct, frozen=True):
-    """What the others wait for, in one sentence; ``ranks`` are named, () where nobody is.
+    """The ranks that the others wait for, named in one sentence; () where nobody is.
 
     ``lasting``: it may be the cause of a failure that was seen meanwhile, too, and is no chance of
     the moment. ``kind`` is "differ" where the collectives do, "ended" of ranks that have, and

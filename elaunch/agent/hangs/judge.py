@@ -45,11 +45,11 @@ LATEST: Final = 1.5
 """So many times its limit late, a worker is judged also if it is not clear whether others go on."""
 _MADE: Final = ("made no progress", "made progress")
 _LEFT: Final = ("not left", "left")
-"""What ranks have not done; what no rank has done."""
+"""A text for ranks that have not done it, and for the case that no rank has."""
 
 
 class Mark(Struct, frozen=True):
-    """What a source shows of one worker; its progress is that ``value`` changes.
+    """One worker, as a source shows it; its progress is that ``value`` changes.
 
     ``begun`` says that there was progress before this one was seen. ``until`` is the deadline of
     its section, ``said_at`` when it last reported anything; both on the monotonic clock. ``waits``:
@@ -104,7 +104,7 @@ class Rhythm(Struct, frozen=True):
 
 
 class RoundHistory(Struct, frozen=True):
-    """What was observed of a round; ``rhythms`` of all rounds. ``waited``: without any progress.
+    """The observations of a round; ``rhythms`` of all rounds. ``waited``: without any progress.
 
     ``everyone`` are the living ranks, ``ranks`` those of which the source shows anything.
     """

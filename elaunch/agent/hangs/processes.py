@@ -135,7 +135,7 @@ _TIMES: Final = 8
 
 
 class Hindrances(NamedTuple):
-    """What has been counted by a moment of the monotonic clock; times in ticks and seconds."""
+    """Counts by a moment of the monotonic clock; times in ticks and seconds."""
 
     at: float
     stolen: int

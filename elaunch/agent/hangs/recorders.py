@@ -45,7 +45,7 @@ STACKS: Final = b"dump_traceback"
 
 
 class Question(NamedTuple):
-    """What the worker of a rank is asked; ``handler`` is torch's name for it."""
+    """A question to the worker of a rank; ``handler`` is torch's name for it."""
 
     rank: int
     handler: bytes

@@ -1,4 +1,4 @@
-"""What the other workers did when the first of a round had failed, before any was signalled. Pure.
+"""The other workers when the first of a round had failed, before any was signalled. Pure.
 
 The ranks that fail first are often victims: they waited for another until their timeout. By then
 they have left the collective, so that what was seen at the last look before counts as well.

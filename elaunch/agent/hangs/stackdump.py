@@ -1,4 +1,4 @@
-"""What faulthandler and py-spy write, taken apart; workers with equal stacks, put together. Pure.
+"""Stacks as faulthandler and py-spy write them, taken apart; equal ones are put together. Pure.
 
 ::
 

@@ -77,7 +77,7 @@ FIXES: Final[Mapping[Source, str]] = {
     "log lines": "no line here matches --progress-regex: have each node's ranks print their steps, "
     "or call ctx.heartbeat() of elaunch.init() in each",
 }
-"""What makes a script's progress seen."""
+"""The ways to have a script's progress seen."""
 _BLIND: Final = "the collectives of workers that are no forks of elaunch's are not seen, so "
 
 log = logging.getLogger("elaunch")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 4000
 AT_REST: frozenset[AgentState] = frozenset(("joining", "ready", "ended", "finished"))
-"""What an agent publishes while nothing of a round is left on its node."""
+"""The states that an agent publishes while nothing of a round is left on its node."""
 STALE_S = 300.0
 """Seconds after which this node's times are published anew, where nothing else is to be."""
 

@@ -123,7 +123,7 @@ class StoreOpener:
 
     @property
     def secret(self) -> bytes | None:
-        """What this job's agents share, since the store was opened; None if they share nothing."""
+        """The secret of this job's agents, since the store was opened; None if they have none."""
         return self._rendezvous.secret if self._key is None else self._key.secret
 
     def prepare(self) -> None:

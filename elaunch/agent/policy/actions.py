@@ -138,5 +138,5 @@ Action = (
 )
 
 Decision = tuple[Action, str]
-"""What is done, and why: the log line; "" where nothing is decided."""
+"""The action, and its reason, which is the log line; "" where nothing is decided."""
 NOTHING: Decision = (Nothing(), "")

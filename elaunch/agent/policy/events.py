@@ -156,7 +156,7 @@ class CheckpointChosen(Struct, frozen=True):
 
     @property
     def result(self) -> SearchResult:
-        """What the coordinator decides by."""
+        """The result of the search, as the coordinator takes it."""
         if self.problem is not None:
             return SearchResult(problem=self.problem, exit_code=self.exit_code)
         found = self.search.checkpoint

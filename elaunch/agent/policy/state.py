@@ -73,7 +73,7 @@ class Phase(enum.Enum):
 
 
 class Limits(Struct, frozen=True):
-    """What the user asked for, as far as this agent's decisions depend on it; times in seconds.
+    """The settings on which this agent's decisions depend; times in seconds.
 
     ``nproc`` is 0 until the devices are counted, where no number was given. ``meets`` says that
     other nodes take part, or may; ``takes_stacks`` that workers can be asked what they are doing
@@ -179,7 +179,7 @@ class State(Struct, frozen=True):
 
     @property
     def held(self) -> tuple[HeldShards, ...]:
-        """What this agent has in memory of saves that are not committed, as far as it counts."""
+        """Shards in this agent's memory, of saves that are not committed, as far as they count."""
         return () if self.settled is None else self.settled.held
 
     @property

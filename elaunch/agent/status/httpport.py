@@ -107,7 +107,7 @@ class HttpPort:
 
 
 class _Answers(NamedTuple):
-    """What a port answers with; see :class:`HttpPort`."""
+    """The sources of a port's answers; see :class:`HttpPort`."""
 
     alive: Alive
     metrics: Page | None

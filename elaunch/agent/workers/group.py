@@ -63,7 +63,7 @@ class WorkerGroup:
         self._advertised = ""
         self._key = os.urandom(32)
         self.secret = None if settings.rendezvous is None else settings.rendezvous.secret
-        """What this job's agents share; it may be settled when the store was opened."""
+        """The secret of this job's agents; it may be settled when the store was opened."""
         self.compiles = False
         """Whether a server here has imported what compiling takes, against no script's settings."""
         self.reaper = Reaper()

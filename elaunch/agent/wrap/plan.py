@@ -32,7 +32,7 @@ from elaunch.runs import statedir
 
 @dataclass(frozen=True)
 class WrapRequest:
-    """What the command line of ``elaunch wrap`` asks for; ``shutdown_timeout`` is in seconds."""
+    """The options of ``elaunch wrap``'s command line; ``shutdown_timeout`` is in seconds."""
 
     command: tuple[str, ...]
     rank_env: str | None = None

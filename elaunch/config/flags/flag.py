@@ -33,7 +33,7 @@ Source = Literal["command line", "variable", "file", "default"]
 
 
 class Kind(Struct, frozen=True):
-    """What the text of a flag is.
+    """The kind of a flag's value: how its text is read and named.
 
     Attributes:
         read: returns the value of a text; see ``values``.

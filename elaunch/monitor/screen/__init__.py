@@ -1,4 +1,4 @@
-"""What a screen that stays open shows of a run, in the browser (elaunch.dashboard) or a terminal.
+"""A run on a screen that stays open, in the browser (elaunch.dashboard) or in a terminal.
 
 ==========  ===================================================================================
 summary.py  how the run stands, what needs attention, its nodes and ranks

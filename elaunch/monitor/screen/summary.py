@@ -1,4 +1,4 @@
-"""What the page of a run shows: how it stands, what needs attention, its rounds, nodes and ranks.
+"""The page of a run: how it stands, what needs attention, its rounds, nodes and ranks.
 
 It is the document of ``elaunch status`` with the failed rounds of ``elaunch why`` in short, and
 with the workers as rows (WORKER_FIELDS), since there may be thousands.

@@ -32,7 +32,7 @@ MOST_SAME: Final = 100
 
 
 class Budget(Struct, frozen=True):
-    """What the user allows: ``lifetime`` counts all restarts, else those without progress."""
+    """The restarts that the user allows: ``lifetime`` counts all, else those without progress."""
 
     max_restarts: int = 0
     lifetime: bool = False
@@ -40,7 +40,7 @@ class Budget(Struct, frozen=True):
 
 
 class Spent(Struct, frozen=True):
-    """What the job has used: restarts in all, and those since a newer checkpoint was seen.
+    """The restarts that the job has used: in all, and since a newer checkpoint was seen.
 
     ``crashes`` are the rounds in a row, up to the last but one, that failed at their start.
     """

@@ -23,7 +23,7 @@ HOSTED = 3
 
 
 class Rules(Struct, frozen=True):
-    """What the user asked for, as far as agents must agree on it; times in seconds.
+    """The settings on which agents must agree; times in seconds.
 
     ``settle`` is waited for more nodes at the first formation, after the last that arrived;
     ``debounce`` for more newcomers while a round runs. ``heartbeat_timeout`` is how long an agent

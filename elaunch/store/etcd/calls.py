@@ -309,7 +309,7 @@ def _credentials(cluster: EtcdCluster, loaded: Any) -> Any:
 
 @dataclass(frozen=True)
 class Txn:
-    """What a transaction did: ``found`` has the keys and values of each read, in their order."""
+    """The result of a transaction: ``found`` has the keys and values of each read, in order."""
 
     done: bool
     revision: int

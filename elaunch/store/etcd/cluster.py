@@ -66,17 +66,17 @@ class Keys:
 
     @property
     def shared(self) -> bytes:
-        """What all agents share."""
+        """The key of what all agents share."""
         return f"{self.root}shared".encode()
 
     @property
     def agents(self) -> bytes:
-        """What the keys of all agents begin with."""
+        """The prefix of all agents' keys."""
         return f"{self.root}agents/".encode()
 
     @property
     def candidates(self) -> bytes:
-        """What the keys of all agents begin with that lead or want to."""
+        """The prefix of the keys of agents that lead or want to."""
         return f"{self.root}lead/".encode()
 
     def agent(self, name: str) -> bytes:

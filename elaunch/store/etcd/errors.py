@@ -54,7 +54,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a failed pass over the members has shown, by address, in the order of the endpoints."""
+    """The answers of a failed pass over the members, by address, in the order of the endpoints."""
 
     refusals: Mapping[str, Refusal]
     members: int

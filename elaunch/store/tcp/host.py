@@ -58,7 +58,7 @@ from elaunch.store.tcp.wire import Connection
 
 SHARED = "shared"
 GONE = -(2**62)
-"""What the counter of an entry becomes; no number of heartbeats brings it back above zero."""
+"""The counter of an entry that is gone: no number of heartbeats brings it back above zero."""
 TTL = (0.05, 3600.0)
 """Seconds that an agent may ask for."""
 READINGS = 5
