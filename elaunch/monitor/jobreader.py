@@ -6,7 +6,7 @@ A reader enrols nowhere, leads nothing and writes nothing.
 backend     which jobs are there                 whose store it is
 ==========  ===================================  =============================================
 etcd        the run ids below the prefix         of all of them, side by side
-c10d        the one of the TCPStore              what the process that hosts it wrote (hello)
+c10d        the one of the TCPStore              what the process that hosts it wrote (identity)
 static      the same, at the address of node 0   the same; it may name another port
 ==========  ===================================  =============================================
 
@@ -184,7 +184,7 @@ def run_ids(rendezvous: RendezvousSettings) -> tuple[str, ...]:
         from elaunch.store.etcd import client as etcd
 
         return tuple(sorted(etcd.run_ids(_etcd_place(rendezvous))))
-    return (_hello(rendezvous)[0],)
+    return (_host_identity(rendezvous)[0],)
 
 
 def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
@@ -200,7 +200,7 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
         return etcd.connect(_etcd_place(rendezvous), run_id, deadline=_patience(rendezvous))
     from elaunch.store.tcp import client
 
-    its_run_id, (host, port) = _hello(rendezvous)
+    its_run_id, (host, port) = _host_identity(rendezvous)
     if its_run_id != run_id:
         raise no_such_job(run_id, f"the TCPStore at {host_port(host, port)}", (its_run_id,))
     return client.connect(host, port, run_id, deadline=_patience(rendezvous))
@@ -276,7 +276,7 @@ def _etcd_place(rendezvous: RendezvousSettings) -> EtcdCluster:
     return EtcdCluster(endpoints=rendezvous.endpoints, **vars(rendezvous.etcd))
 
 
-def _hello(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
+def _host_identity(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:
     """Return the run id of the store at the endpoint, and where the store itself is."""
     from elaunch.store.tcp import client
 

@@ -15,7 +15,7 @@ agent       configure           run_id, start ("fork" | "exec"), preload, later,
 agent       start               round, rank, local_rank, mode, entrypoint, args, interpreter, env;
                                 files: its stdout and stderr
 agent       store               round (-1: before the first), host, fixed (whether all rounds have
-                                this port), hello (what other agents may read in it, or "");
+                                this port), identity (what other agents may read in it, or "");
                                 file: the listening socket of the store
 agent       signal              signum, group (also the workers' process groups), once (not where
                                 its sender has signalled all processes), stops (whether the

@@ -208,8 +208,8 @@ def _open_store(message: Message, listening: int) -> object:
         master_listen_fd=listening,
         use_libuv=wire.is_served_by(__version__),
     )
-    if message["hello"]:
-        store.set(IDENTITY, message["hello"])
+    if message["identity"]:
+        store.set(IDENTITY, message["identity"])
     return store
 
 

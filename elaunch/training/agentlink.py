@@ -77,7 +77,7 @@ class AgentLink:
 
     def report_notice(self, notice: worker.Notice) -> None:
         """Report to the agent a notice that did not come from it."""
-        self._send({"op": "heard", **worker.notice_to_json(notice)})
+        self._send({"op": "knows", **worker.notice_to_json(notice)})
 
     def ack(self, reason: str, kind: worker.Kind) -> None:
         """Report to the agent that the script ends for ``reason``: exit code 0 is "preempted" now.

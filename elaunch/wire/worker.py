@@ -5,12 +5,12 @@ The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays (elaunch.wire.local).
 From the worker:
 
 ==========================================================  =====================================
-``{"op": "worker", "wire": 2, "round": r,                   first message, with the descriptor of
+``{"op": "worker", "wire": 3, "round": r,                   first message, with the descriptor of
 "local_rank": k}``                                          its progress page
                                                             (elaunch.wire.progress); with
                                                             ``"name"`` the run gets that name
 ``{"op": "listens"}``                                       the script asks should_preempt()
-``{"op": "heard", "reason": …, "kind": …}``                 it knows of another node's notice, with
+``{"op": "knows", "reason": …, "kind": …}``                 it knows of another node's notice, with
                                                             ``"grace"`` where one is stated
 ``{"op": "ack", "reason": …, "kind": …}``                   the script knows that it is to end, and
                                                             will: exit code 0 now means "preempted"
@@ -49,7 +49,7 @@ The requests about checkpoints, which the agent writes, are numbered: one answer
                                                outlives the worker, however that ends. After
                                                ``begin``, when all ranks have begun: is about to
                                                overwrite it, so what is there is recalled no more
-``{"op": "staged", "handed": {…}}``            the memory holds this rank's shard, a
+``{"op": "staged", "shard": {…}}``             the memory holds this rank's shard, a
                                                :class:`StagedShard`. From here it is the agent's,
                                                also where the worker is killed before it reads the
                                                answer
@@ -76,7 +76,7 @@ From the agent:
 ``… "replicated": u``                          to the same, and to a ``wait`` that was too long: the
                                                uuid of the last save whose shard of this rank
                                                another node has in its memory, too, or ""
-``… "parts": [{"rank": g, "files": […]}]``     to ``recall``: one descriptor per shard beside it
+``… "shards": [{"rank": g, "files": […]}]``    to ``recall``: one descriptor per shard beside it
 ``… "error": "…", "kind": "save"``             not done: that save, or one before it, came to
                                                nothing; sent once. ``kind`` "timeout": the wait was
                                                too long; "request": the agent cannot make sense of
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["stop", "resize"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-WIRE: Final = 2
+WIRE: Final = 3
 MOST_SECONDS: Final = 1e9
 
 
@@ -185,7 +185,7 @@ def shard_to_json(shard: StagedShard) -> dict[str, Any]:
     """Return the fields of ``shard`` as they are sent."""
     return {
         "stage": asdict(shard.stage),
-        "part": {**asdict(shard.header), "metadata": dict(shard.header.metadata)},
+        "header": {**asdict(shard.header), "metadata": dict(shard.header.metadata)},
         "images": files_to_json(shard.images),
         "extra": dict(shard.extra),
         "keep": None if shard.keep is None else dict(shard.keep),
@@ -202,7 +202,7 @@ def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
     try:
         return StagedShard(
             stage=Stage(**fields["stage"]),
-            header=ShardHeader(**fields["part"]),
+            header=ShardHeader(**fields["header"]),
             images=files_from_json(fields["images"]),
             extra=dict(fields["extra"]),
             keep=None if fields["keep"] is None else dict(fields["keep"]),
@@ -211,7 +211,7 @@ def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
             loads=fields.get("loads") is True,
         )
     except (KeyError, TypeError, IndexError, CheckpointError) as error:
-        raise ValueError(f"this is no part of a checkpoint: {error!r}") from error
+        raise ValueError(f"this is no shard of a checkpoint: {error!r}") from error
 
 
 def files_to_json(files: Files) -> list[Any]:

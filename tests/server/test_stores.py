@@ -21,7 +21,7 @@ def test_a_store_is_served_on_a_bound_socket(
     monkeypatch.setattr(torch, "__version__", version or torch.__version__)
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    message = {"host": "127.0.0.1", "hello": ""}
+    message = {"host": "127.0.0.1", "identity": ""}
     store = stores._open_store(message, listening.detach())
     assert isinstance(store, TCPStore)
     assert store.libuvBackend is wire.is_served_by(torch.__version__)

@@ -90,7 +90,7 @@ def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
     notice = {"reason": "node b leaves", "kind": "resize"}
     assert told == [
         {"op": "listens"},
-        {"op": "heard", **notice},
+        {"op": "knows", **notice},
         {"op": "ack", **notice},
         {"op": "detach"},
     ]

@@ -38,19 +38,19 @@ def test_a_part_comes_back_as_it_was() -> None:
         {"stage": None},
         {"stage": {"step": -1, "round": 0, "uuid": "u"}},
         {"stage": {"step": 1, "round": 0, "uuid": "../x"}},
-        {"part": {"rank": 1}},
+        {"header": {"rank": 1}},
         {"images": [["a"]]},
         {"images": [["a", [["x", 1]]]]},
         {"images": 3},
         {"extra": 3},
     ],
 )
-def test_what_is_no_part_is_refused(change: dict[str, Any]) -> None:
+def test_what_is_no_shard_is_refused(change: dict[str, Any]) -> None:
     """With ValueError, whatever is wrong."""
     sent = json.loads(json.dumps(worker.shard_to_json(SHARD)))
     with pytest.raises(ValueError):
         worker.shard_from_json({**sent, **change})
-    with pytest.raises(ValueError, match="no part of a checkpoint"):
+    with pytest.raises(ValueError, match="no shard of a checkpoint"):
         worker.shard_from_json({})
 
 

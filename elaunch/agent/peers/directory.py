@@ -4,7 +4,7 @@
 request        what this agent does
 =============  ================================================================================
 ``staged``     sends its ranks' manifests of uncommitted saves, and names what it has committed
-``seals``      sends all ranks' manifests of a checkpoint that it has committed
+``manifests``  sends all ranks' manifests of a checkpoint that it has committed
 ``kept``       finishes or clears what workers have left, and lists the checkpoints
 ``look``       reads one checkpoint's bytes, and lists the files that are whole
 ``gather``     fetches files from the agents that have them, and puts them in place
@@ -92,7 +92,7 @@ class LocalCopies:
         self._done = 0
         self._rests = True
         peers.handle("staged", self._one_by_one(self._on_staged))
-        peers.handle("seals", self._one_by_one(self._on_manifests))
+        peers.handle("manifests", self._one_by_one(self._on_manifests))
         peers.handle("kept", self._one_by_one(self._on_kept))
         peers.handle("look", self._one_by_one(self._on_look))
         peers.handle("gather", self._one_by_one(self._on_gather))
@@ -134,17 +134,17 @@ class LocalCopies:
         names = list(nodelocal.committed_paths(self._root))
         return {
             "ok": True,
-            "seals": manifests_to_json(nodelocal.staged_manifests(self._root)),
+            "manifests": manifests_to_json(nodelocal.staged_manifests(self._root)),
             "committed": names,
         }
 
     def _on_manifests(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         name = request["name"]
         path = nodelocal.committed_paths(self._root)[name]
-        return {"ok": True, "seals": manifests_to_json({name: read_stage(path)})}
+        return {"ok": True, "manifests": manifests_to_json({name: read_stage(path)})}
 
     def _on_kept(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        nodelocal.adopt_manifests(self._root, manifests_from_json(request.get("seals", {})))
+        nodelocal.adopt_manifests(self._root, manifests_from_json(request.get("manifests", {})))
         self._tidy()
         checkpoints, passed_over = list_local(
             self._root, self._directory.glob, self._directory.run_id

@@ -17,19 +17,20 @@ u32 2**32-1, line of JSON    the sender cannot go on: ``{"error": "…"}``; the 
 ======================================================  ==========================================
 request                                                 answer, beside ``ok``
 ======================================================  ==========================================
-``sealed``: stage, rank, manifest                       nothing: the rank's shard is on the disk
+``written``: stage, rank, manifest                      nothing: the rank's shard is on the disk
 ``writing``: stage, rank, world_size                    nothing: the shard is being written still
 ``failed``: stage, rank, problem                        nothing: the shard will not come
 ``held``: step, round, uuid                             ``ranks`` whose shards that agent has
-``part``: step, round, rank                             ``handed``, the bytes of one rank's shard
+``shard``: step, round, rank                            ``shard``, the bytes of one rank's shard
                                                         from the memory of that agent, a line
                                                         ``whole``: whether they stayed the same
                                                         meanwhile; nothing if it is not there
-``replica``: handed                                     nothing, once there is room; after the bytes
+``replica``: shard                                      nothing, once there is room; after the bytes
                                                         again, once the neighbour has them
-``staged``                                              ``seals`` of its ranks, ``committed``: names
-``seals``: name                                         ``seals`` of all ranks
-``kept``: seals                                         ``kept``: the checkpoints of this node,
+``staged``                                              ``manifests`` of its ranks, ``committed``:
+                                                        names
+``manifests``: name                                     ``manifests`` of all ranks
+``kept``: manifests                                     ``kept``: the checkpoints of this node,
                                                         ``passed_over``: names with reasons
 ``look``: checkpoint, one of ``kept``                   ``looked``: files that are whole here,
                                                         files wanted, problem, format

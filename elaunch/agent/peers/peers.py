@@ -222,7 +222,7 @@ class Peers:
         """Send the agent of ``node_rank`` the manifest of ``rank``'s shard: it is on the disk."""
         report = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
         with self._to_node(node_rank, timeout) as connection:
-            connection.ask({"do": "sealed", **report})
+            connection.ask({"do": "written", **report})
 
     def send_failed(
         self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
@@ -269,9 +269,9 @@ class Peers:
         until = time.monotonic() + timeout
         with self._to_node(node_rank, timeout) as connection:
             found = connection.ask(
-                {"do": "part", "step": step, "round": round_number, "rank": rank}
+                {"do": "shard", "step": step, "round": round_number, "rank": rank}
             )
-            if "handed" not in found:
+            if "shard" not in found:
                 return None
             shard = _shard_in(connection, found)
             connection.receive_into(into(shard.end)[: shard.end], _in_time(connection, until))
@@ -282,10 +282,10 @@ class Peers:
     def push_replica(
         self, node_rank: int, shard: StagedShard, memory: memoryview, timeout: float
     ) -> None:
-        """Send a shard, the first ``handed.end`` bytes of ``memory``, to be kept for this node."""
+        """Send a shard, the first ``shard.end`` bytes of ``memory``, to be kept for this node."""
         until = time.monotonic() + timeout
         with self._to_node(node_rank, timeout) as connection:
-            connection.ask({"do": "replica", "handed": shard_to_json(shard)})
+            connection.ask({"do": "replica", "shard": shard_to_json(shard)})
             in_time = _in_time(connection, until)
             whole = memory[: shard.end]  # what lies behind it is not of the shard
             pieces = (whole[at : at + CHUNK] for at in range(0, shard.end, CHUNK))
@@ -377,14 +377,14 @@ def _on_shard(receiver: Receiver, connection: PeerConnection, request: Fields) -
     if found is None:
         return {"ok": True}
     shard, memory = found
-    connection.send({"ok": True, "handed": shard_to_json(shard)})
+    connection.send({"ok": True, "shard": shard_to_json(shard)})
     connection.send_bytes([memory[: shard.end]])
     again = receiver.serve_shard(*wanted)
     return {"ok": True, "whole": again is not None and again[0] == shard}
 
 
 def _on_replica(receiver: Receiver, connection: PeerConnection, request: Fields) -> Fields:
-    shard = shard_from_json(request["handed"])
+    shard = shard_from_json(request["shard"])
     room = receiver.replica_room(shard)
     connection.send({"ok": True})
     connection.receive_into(room[: shard.end], lambda _: None)
@@ -395,11 +395,11 @@ def _on_replica(receiver: Receiver, connection: PeerConnection, request: Fields)
 
 
 _SERVED: Final[Mapping[str, Callable[..., Fields]]] = {
-    "sealed": _on_written,
+    "written": _on_written,
     "writing": _on_writing,
     "failed": _on_failed,
     "held": _on_held,
-    "part": _on_shard,
+    "shard": _on_shard,
     "replica": _on_replica,
 }
 
@@ -414,7 +414,7 @@ def _cut(sock: socket.socket) -> None:
 
 def _shard_in(connection: PeerConnection, found: Fields) -> StagedShard:
     try:
-        return shard_from_json(found["handed"])
+        return shard_from_json(found["shard"])
     except ValueError as error:
         raise Undelivered(f"{connection.who}: {error}") from error
 

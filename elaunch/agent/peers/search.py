@@ -223,20 +223,21 @@ class _OneSearch:
         answers = self._of_all(
             self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE)
         )
-        staged = {name: manifests_from_json(one["seals"]) for name, one in answers.items()}
+        staged = {name: manifests_from_json(one["manifests"]) for name, one in answers.items()}
         merged = merged_manifests(staged.values())
         for stage in merged:
             done = next((name for name, one in answers.items() if stage in one["committed"]), None)
             if done is not None:
-                request = {"do": "seals", "name": stage}
+                request = {"do": "manifests", "name": stage}
                 known = self._of_all([done], partial(self._ask, request=request, patience=PATIENCE))
                 merged = merged_manifests(
-                    [merged, *(manifests_from_json(one["seals"]) for one in known.values())]
+                    [merged, *(manifests_from_json(one["manifests"]) for one in known.values())]
                 )
         return {name: {stage: merged[stage] for stage in own} for name, own in staged.items()}
 
     def _checkpoints(self, name: str, manifests: StageManifests) -> list[LocalCheckpoint]:
-        answer = self._ask(name, {"do": "kept", "seals": manifests_to_json(manifests)}, PATIENCE)
+        request = {"do": "kept", "manifests": manifests_to_json(manifests)}
+        answer = self._ask(name, request, PATIENCE)
         host = self._members[name].host
         for path, reason in answer["passed_over"]:
             self._passed_over.append(records.PassedOver(Path(f"{host}:{path}"), str(reason)))

@@ -99,7 +99,7 @@ class SaveQueue:
             copied = not saves.stages_here(rank)
             if rank in save.shards or (save.done and not copied):
                 raise SaveError(
-                    f"checkpoint {save.stage.final}: the part of rank {rank} was handed over before"
+                    f"checkpoint {save.stage.final}: rank {rank} has staged its shard before"
                 )
             save.shards[rank] = shard
             save.world_size = shard.header.world_size

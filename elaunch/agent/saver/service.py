@@ -416,7 +416,7 @@ class SaverConnection:
 
     def staged(self, request: Mapping[str, Any]) -> Answer:
         """Take over what the worker has left in its memory."""
-        self._after_answer = self._service.take(self, shard_from_json(request["handed"]))
+        self._after_answer = self._service.take(self, shard_from_json(request["shard"]))
         return self._last({})
 
     def abandon(self, request: Mapping[str, Any]) -> Answer:
@@ -449,7 +449,7 @@ class SaverConnection:
         ranks = [int(rank) for rank in request["ranks"]]
         found = self._service.shards.find(wanted, ranks, float(request["timeout"]))
         rows = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
-        return {"parts": rows}, [segment.fd for _, segment in found.values()]
+        return {"shards": rows}, [segment.fd for _, segment in found.values()]
 
     def _last(self, fields: dict[str, Any]) -> Answer:
         last, replicated = self._service.queue.last(self.rank), self._service.replicated(self)

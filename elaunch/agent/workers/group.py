@@ -194,7 +194,7 @@ class WorkerGroup:
     def _host_store(self, round_number: int) -> None:
         listening = self._endpoint.open()
         store = {"op": "store", "round": round_number, "host": self._endpoint.host}
-        store |= {"fixed": self._endpoint.fixed, "hello": self._advertised}
+        store |= {"fixed": self._endpoint.fixed, "identity": self._advertised}
         self.server.send(store, [listening])
         if round_number >= 0:
             self._endpoint.note_use()

@@ -255,12 +255,12 @@ def event_of(message: Message, round_number: int, local_rank: int) -> events.Eve
     op = message.get("op")
     if op == "listens":
         return events.WorkerListens(round_number, local_rank)
-    if op in ("heard", "ack"):
+    if op in ("knows", "ack"):
         kind, reason = message.get("kind"), message.get("reason")
         if kind not in KINDS or not isinstance(reason, str):
             return f"{op} without reason and kind"
         notice = Notice(reason[:1000], kind, seconds_of(message.get("grace")))
-        if op == "heard":
+        if op == "knows":
             return events.NoticeKnown(round_number, notice)
         return events.PreemptAcked(round_number, local_rank, notice)
     return None if op == "detach" else f"unknown op {op!r}"

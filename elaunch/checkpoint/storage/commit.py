@@ -266,14 +266,15 @@ def _check_unchanged(
     except (FileNotFoundError, NotADirectoryError):
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "the stage is gone", str(path)) from None
-        raise SaveError(f"not committed: {file.path}, which rank {rank} sealed, is gone") from None
+        listed = f"{file.path}, which is in rank {rank}'s manifest"
+        raise SaveError(f"not committed: {listed}, is gone") from None
     if status.st_size != file.size:
         raise SaveError(
-            f"not committed: {file.path} was changed after rank {rank} had sealed it:"
+            f"not committed: {file.path} was changed after rank {rank}'s manifest was written:"
             f" it had {file.size} bytes, now it has {status.st_size}"
         )
     if None not in times and status.st_mtime_ns not in times:
-        raise SaveError(f"not committed: {file.path} was written to after rank {rank} sealed it")
+        raise SaveError(f"not committed: {file.path} was written to after rank {rank}'s manifest")
 
 
 def _files_here(

@@ -208,7 +208,8 @@ def sync_file(directory: Path, relative: str) -> FileEntry:
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SaveError(
-            f"{relative} was changed while it was sealed: what writes it must be done before"
+            f"{relative} was changed while it was put on the disk: what writes it must be done"
+            " before"
         )
     return FileEntry(relative, after.st_size, total.text(), after.st_mtime_ns)
 

@@ -336,6 +336,6 @@ def check_sizes(documents: Documents, sizes: Mapping[str, int]) -> None:
         for file in files:
             if sizes.get(file.path) != file.size:
                 raise SaveError(
-                    f"not committed: {file.path}, which rank {rank} sealed with {file.size}"
-                    f" bytes, has {sizes.get(file.path, 'gone')}"
+                    f"not committed: {file.path}, which has {file.size} bytes in rank {rank}'s"
+                    f" manifest, has {sizes.get(file.path, 'gone')}"
                 )

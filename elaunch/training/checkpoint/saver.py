@@ -211,10 +211,10 @@ class AgentSaverClient:
     def staged(self, shard: StagedShard) -> None:
         """Stage what is in the memory; it is the agent's, even if this process ends at once.
 
-        Every rank of ``handed.stage`` has to stage its shard, or the save is discarded.
+        Every rank of ``shard.stage`` has to stage its shard, or the save is discarded.
         """
         self._begun = False
-        self._ask("staged", ANSWER_S, handed=shard_to_json(shard))
+        self._ask("staged", ANSWER_S, shard=shard_to_json(shard))
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
@@ -264,7 +264,7 @@ class AgentSaverClient:
                 ranks=wanted[at : at + AT_ONCE],
             )
             try:
-                for row, fd in zip(answer["parts"], files, strict=True):
+                for row, fd in zip(answer["shards"], files, strict=True):
                     found[int(row["rank"])] = _mapped(fd, files_from_json(row["files"]))
             except (OSError, ValueError, TypeError) as error:
                 raise SaveError(f"the agent's memory cannot be mapped: {error}") from error

@@ -41,7 +41,7 @@ class Keeper:
 
     def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note it."""
-        self.reports.append(("sealed", stage, rank, manifest))
+        self.reports.append(("written", stage, rank, manifest))
 
     def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
         """Note it."""
@@ -89,7 +89,7 @@ def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
         made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
         assert savers[0].reports == [
-            ("sealed", STAGE, 5, manifest),
+            ("written", STAGE, 5, manifest),
             ("writing", STAGE, 3, 6),
             ("failed", STAGE, 3, "no space left"),
         ]
@@ -247,7 +247,7 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
         made[1].send_written(0, STAGE, 1, b"{}", DEADLINE)
         for sock in idle:
             sock.close()
-        assert [one[0] for one in saver.reports] == ["sealed"]
+        assert [one[0] for one in saver.reports] == ["written"]
 
 
 @pytest.mark.parametrize(
@@ -255,10 +255,10 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
     [
         {"do": "unknown"},
         {"do": 1},
-        {"do": "sealed"},
-        {"do": "sealed", "stage": {"step": -1, "round": 0, "uuid": "../x"}, "rank": 0},
-        {"do": "part", "step": "x", "round": 0, "rank": 0},
-        {"do": "replica", "handed": {"images": 1}},
+        {"do": "written"},
+        {"do": "written", "stage": {"step": -1, "round": 0, "uuid": "../x"}, "rank": 0},
+        {"do": "shard", "step": "x", "round": 0, "rank": 0},
+        {"do": "replica", "shard": {"images": 1}},
     ],
 )
 def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None:
@@ -269,7 +269,7 @@ def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None
         with made[1].call(made[1].node(0), time.monotonic() + DEADLINE) as line:
             with pytest.raises(Undelivered, match="agent of node node0"):
                 line.ask(request_)
-            good = {"do": "part", "step": 1, "round": 0, "rank": 0}
+            good = {"do": "shard", "step": 1, "round": 0, "rank": 0}
             assert line.ask(good) == {"ok": True}
         assert saver.reports == []
 

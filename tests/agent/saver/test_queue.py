@@ -453,7 +453,7 @@ def test_the_same_part_twice(rig: Rig) -> None:
     """A defect of the caller's, told as one."""
     gate = Gate(rig, 0)
     rig.stage(10, 0)
-    with pytest.raises(SaveError, match="handed over before"):
+    with pytest.raises(SaveError, match="staged its shard before"):
         rig.stage(10, 0)
     gate.opened.set()
 

@@ -64,11 +64,11 @@ memory[4:8] = b"%04d" % rank
 part = ShardHeader(rank, 2, "digits", {"steps_completed": 10})
 handed = StagedShard(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
-    line = json.dumps({"op": "staged", "n": 99, "handed": shard_to_json(handed)})
+    line = json.dumps({"op": "staged", "n": 99, "shard": shard_to_json(handed)})
     saver._link._channel._sock.send(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
-    saver._link._channel._sock.send(b'{"op": "staged", "n": 99, "handed": {"sta')
+    saver._link._channel._sock.send(b'{"op": "staged", "n": 99, "shard": {"sta')
     os.kill(os.getpid(), signal.SIGKILL)
 saver.staged(handed)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -440,7 +440,7 @@ def test_requests_that_are_none(rig: Rig) -> None:
     first = {"round": 0, "rank": 1, "local_rank": 1, "place": str(rig.place)}
     said.append(link.ask("checkpoint", LONG, **first)[0])
     requests: list[dict[str, Any]] = [{"op": "dance"}, {"op": []}, {"op": "memory", "size": "x"}]
-    requests += [{"op": "staged", "handed": {}}, {"op": "abandon"}]
+    requests += [{"op": "staged", "shard": {}}, {"op": "abandon"}]
     said += [link.ask(seconds=LONG, **request)[0] for request in requests]
     assert [answer["ok"] for answer in said] == [False, True, *[False] * 4, True]
     link.close()

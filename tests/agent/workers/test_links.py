@@ -96,9 +96,9 @@ def test_what_it_says_is_posted(agent: Agent) -> None:
     """In the order in which it says it, with its round and its rank."""
     worker = Worker(agent, 3)
     worker.say(b'{"op": "listens"}\n{"op": "ack", "reason": "drain", "kind": "stop"}')
-    worker.say(b'{"op": "heard", "reason": "a node joins", "kind": "resize"}\n{"op": "detach"}')
-    worker.say(b'{"op": "heard", "reason": "spot", "kind": "stop", "grace": 9}')
-    worker.say(b'{"op": "heard", "reason": "odd", "kind": "stop", "grace": -1e99}')
+    worker.say(b'{"op": "knows", "reason": "a node joins", "kind": "resize"}\n{"op": "detach"}')
+    worker.say(b'{"op": "knows", "reason": "spot", "kind": "stop", "grace": 9}')
+    worker.say(b'{"op": "knows", "reason": "odd", "kind": "stop", "grace": -1e99}')
     assert agent.event() == events.WorkerListens(0, 3)
     assert agent.event() == events.PreemptAcked(0, 3, Notice("drain"))
     assert agent.event() == events.NoticeKnown(0, Notice("a node joins", "resize"))

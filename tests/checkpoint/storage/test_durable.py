@@ -136,7 +136,7 @@ def test_a_file_that_changes_while_it_is_sealed(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", write_and_sync)
-    with pytest.raises(SaveError, match="a was changed while it was sealed"):
+    with pytest.raises(SaveError, match="a was changed while it was put on the disk"):
         durable.sync_file(tmp_path, "a")
 
 

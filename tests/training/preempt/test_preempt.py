@@ -617,7 +617,7 @@ def test_the_script_may_acknowledge_later(agent: Agent) -> None:
     rank.preempt.acknowledge_preemption_signal()
     # What another rank or the script itself asks for is news to the agent.
     heard = [agent.hear() for _ in range(3)]
-    assert sorted(line["op"] for line in heard) == ["ack", "heard", "listens"]
+    assert sorted(line["op"] for line in heard) == ["ack", "knows", "listens"]
     assert {line.get("reason") for line in heard} == {None, "enough"}
     rank.close()
     assert agent.hear() == {"op": "detach"}
@@ -650,11 +650,11 @@ def test_the_platforms_deadline_reaches_the_other_nodes_agent(
     agent.say({"op": "preempt", "reason": "spot", "kind": "stop", "grace": 30.0})
     assert len(set(together(2, lambda number: first_true(opened[number])))) == 1
     heard = []
-    while not heard or heard[-1]["op"] != "heard":
+    while not heard or heard[-1]["op"] != "knows":
         heard.append(agent.hear())
     grace = heard[-1].pop("grace")
     assert 115.0 - LONG < grace <= 115.0  # what is left when it is sent
-    assert heard[-1] == {"op": "heard", "reason": "spot", "kind": "stop"}
+    assert heard[-1] == {"op": "knows", "reason": "spot", "kind": "stop"}
     for rank in opened:
         rank.close()
 
@@ -680,7 +680,7 @@ def test_the_platforms_deadline_waits_for_no_rank(agent: Agent, store: int, scop
     asked.on_notice("spot", "stop", 30.0)
     asked.start()
     heard = agent.hear()
-    assert heard["op"] == "heard" and 100.0 < heard["grace"] <= 114.0
+    assert heard["op"] == "knows" and 100.0 < heard["grace"] <= 114.0
     for context in (asked, stated):
         context.close()
     link.close()
@@ -696,6 +696,6 @@ def test_another_nodes_notice_is_told_to_this_nodes_agent(
     """It must know why its workers end."""
     opened = linked_pair(agent, store, scope)
     opened[1].preempt.request("the other node's turn")
-    assert agent.hear() == {"op": "heard", "reason": "the other node's turn", "kind": "stop"}
+    assert agent.hear() == {"op": "knows", "reason": "the other node's turn", "kind": "stop"}
     for rank in opened:
         rank.close()
