@@ -21,8 +21,6 @@ fault                      what happens
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import delayline, netns
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import Launcher, Running
 
 Word = str | os.PathLike[str]
 
@@ -307,18 +305,6 @@ def wall_clock(offset: str) -> dict[str, str]:
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "PYTHONPATH": str(Path(__file__).with_name("wrongclock")),
     }
-
-
-def freeze(pid: int) -> None:
-    """Stop a process as SIGSTOP does, and wait until it is."""
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: re.search(r"\) T ", stat.read_text()), what=f"{pid} is stopped")
-
-
-def thaw(pid: int) -> None:
-    """Let a stopped process go on."""
-    os.kill(pid, signal.SIGCONT)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

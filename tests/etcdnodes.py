@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import programs
-from tests.cluster import Node, freeze
-from tests.launching import Running, wait_until
+from tests.cluster import Node
+from tests.launching import Running, freeze, wait_until
 
 CLIENT_PORT, PEER_PORT = 2379, 2380
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from elaunch.store.etcd.cluster import EtcdCluster
 from tests import programs
-from tests.launching import free_port
+from tests.launching import free_port, freeze, thaw
 
 START_DEADLINE = 60.0
 """Seconds for a cluster to elect its leader; it takes about one on a machine that is not busy."""
@@ -102,11 +101,11 @@ class Member:
 
     def freeze(self) -> None:
         """Stop it with SIGSTOP: its connections stay, and nothing answers."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def thaw(self) -> None:
         """Let a frozen member go on."""
-        os.kill(self.pid, signal.SIGCONT)
+        thaw(self.pid)
 
 
 @dataclass

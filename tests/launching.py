@@ -82,6 +82,18 @@ def wait_until(condition: Callable[[], object], deadline: float = DEADLINE, what
         late = time.monotonic() >= until
 
 
+def freeze(pid: int) -> None:
+    """Stop a process as SIGSTOP does, and wait until each of its threads stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    wait_until(lambda: all(") T " in stat.read_text() for stat in stats), what=f"{pid} is stopped")
+
+
+def thaw(pid: int) -> None:
+    """Let a stopped process go on."""
+    os.kill(pid, signal.SIGCONT)
+
+
 def _executed(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         list(argv),

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests import netns
-from tests.cluster import Cluster, Node, freeze, thaw
-from tests.launching import Running, wait_until
+from tests.cluster import Cluster, Node
+from tests.launching import Running, freeze, thaw, wait_until
 
 pytestmark = pytest.mark.slow
 

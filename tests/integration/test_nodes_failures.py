@@ -9,7 +9,6 @@ import pytest
 
 from elaunch.monitor import card
 from elaunch.runs.directory import RunDir
-from tests.cluster import freeze, thaw
 from tests.integration.jobs import ACT
 from tests.integration.nodes import (
     DEADLINE,
@@ -25,6 +24,7 @@ from tests.integration.nodes import (
     wait_until_said,
 )
 from tests.integration.watching import server_of
+from tests.launching import freeze, thaw
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from tests.cluster import freeze, thaw
 from tests.integration.nodes import (
     DEADLINE,
     Build,
@@ -18,7 +17,7 @@ from tests.integration.nodes import (
     wait_for_worker,
     wait_until_said,
 )
-from tests.launching import wait_until
+from tests.launching import freeze, thaw, wait_until
 
 pytestmark = pytest.mark.slow
 

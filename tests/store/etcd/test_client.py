@@ -217,7 +217,7 @@ def test_most_members_are_lost(three: Cluster, agents: Callable[..., Agent]) -> 
 @pytest.mark.slow
 def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent]) -> None:
     """All refuse: nobody decides. On the same port again, the same lease and watches go on."""
-    first, second = agents(one.place(), "first"), agents(one.place(), "second")
+    first, second = agents(one.place(), "first", LONG), agents(one.place(), "second", LONG)
     assert first.store.await_leadership("first", LONG)
     assert first.store.publish(1, b"one")
     assert second.store.follow(0, LONG) == Post(1, b"one")

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import cast
 
 import psutil
@@ -29,7 +28,7 @@ from elaunch.store.tcp.host import AgentNotice, MembersThread, put_notice, read_
 from elaunch.store.tcp.store import SLICE
 from elaunch.wire.local import is_readable
 from tests import warm
-from tests.launching import free_port
+from tests.launching import free_port, freeze
 from tests.store.test_contract import LONG, beside, collect, read_until, until
 
 pytestmark = pytest.mark.slow
@@ -69,10 +68,7 @@ class HostProcess:
 
     def freeze(self) -> None:
         """Stop it and wait until each of its threads stands still."""
-        self.signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        stats = [task / "stat" for task in tasks.iterdir()]
-        until(lambda: all(") T " in stat.read_text() for stat in stats), "it is frozen")
+        freeze(self.process.pid)
 
     def close(self) -> str:
         """Have it end if it has not; return what it wrote on stderr."""
