@@ -16,6 +16,7 @@ In the last three a pod that ends with 75, or that is evicted, is replaced witho
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +36,7 @@ from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
 PORT: Final = 29400
 MARGIN_S: Final = 15
 """Seconds of the lead in which the agent ends what has not saved, and itself."""
-DAY_S: Final = 86_400
-LONGEST_S: Final = 9999 * DAY_S
+LONGEST_S: Final = 9999 * 86_400
 SLURM_LEAD_S: Final = 65_535
 """Seconds before the limit at which Slurm can send a signal, at the most (sbatch(1))."""
 SLURM_EARLY_S: Final = 60
@@ -247,9 +247,8 @@ def _object(version: str, kind: str, name: str, spec: Document) -> Document:
 
 def _job_spec(job: ScheduledJob, pod: Document) -> dict[str, Any]:
     """Return what a Job, a JobSet and a TrainingRuntime have alike."""
-    evicted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
-        {"action": "Ignore", "onPodConditions": [evicted]},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _codes("In", [PREEMPTED])},
         {"action": "FailJob", "onExitCodes": _codes("NotIn", _AGAIN)},
     ]
@@ -277,8 +276,7 @@ def _pod(job: ScheduledJob, meeting: Sequence[str]) -> Document:
     volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     if job.claim:
-        claim = {"claimName": job.claim}
-        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": job.claim}})
         where = job.answers["checkpoint-dir"]
         mounts.append({"name": "checkpoints", "mountPath": where})
     container: dict[str, Any] = {
@@ -317,10 +315,7 @@ def _shutdown(job: ScheduledJob) -> list[str]:
 
 
 TARGETS: Mapping[str, Callable[[ScheduledJob], str | list[Document]]] = {
-    "slurm": slurm,
-    "kubernetes": kubernetes,
-    "jobset": jobset,
-    "kubeflow": kubeflow,
+    target.__name__: target for target in (slurm, kubernetes, jobset, kubeflow)
 }
 
 
@@ -379,8 +374,9 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
             raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")
     chosen = command.choose(line.command, file.entrypoint, answers)
     flags = [_flag(name, text) for name, text in line.flags.items() if name not in _SIZE]
-    if given["claim"] and not str(answers["checkpoint-dir"] or "").startswith("/"):
-        raise UsageError("--claim: give --checkpoint-dir, an absolute path: it is mounted there")
+    if given["claim"] and not _can_be_mounted_at(str(answers["checkpoint-dir"] or "")):
+        what = "an absolute path that is not / or /dev/shm and has no ':'"
+        raise UsageError(f"--claim: give --checkpoint-dir, {what}: it is mounted there")
     if given["lead"] <= MARGIN_S:
         raise UsageError(
             f"--lead: {given['lead']} s are too short: the agent takes up to {MARGIN_S} of them "
@@ -415,6 +411,11 @@ def _check_backend(answers: Answers) -> None:
         raise answers.fault("rdzv-backend", "needs --rdzv-endpoint", "name the members of etcd")
 
 
+def _can_be_mounted_at(path: str) -> bool:
+    place = os.path.normpath(f"/{path.lstrip('/')}")
+    return path[:1] == "/" and place not in ("/", "/dev/shm") and ":" not in path
+
+
 def _is_text(word: str) -> bool:
     try:
         return b"\0" not in word.encode()
@@ -439,7 +440,7 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
     except ValueError:
         raise click.BadParameter(f"{value!r} is no duration such as 90, 30m, 4h or 2d") from None
     if seconds > LONGEST_S:
-        raise click.BadParameter(f"{value!r} is longer than {LONGEST_S // DAY_S} days")
+        raise click.BadParameter(f"{value!r} is longer than {LONGEST_S // 86_400} days")
     return int(seconds)
 
 

@@ -258,6 +258,17 @@ def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
     assert "'soon' is no duration" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["/dev/shm", "//dev//shm/", "/ckpt/../dev/shm", "/", "/a:b"])
+@pytest.mark.parametrize("target", CLUSTERS)
+def test_where_no_claim_can_be_mounted(
+    path: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two volumes at one place are refused by Kubernetes, others by what starts the container."""
+    words = ["--image=i", "--claim=c", target, f"--checkpoint-dir={path}", "train.py"]
+    assert execute(["manifest", *words]) == 2
+    assert "--claim: give --checkpoint-dir, an absolute path that" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
