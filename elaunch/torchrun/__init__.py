@@ -29,6 +29,8 @@ _WHERE = {
     **dict.fromkeys(("ChildFailedError", "ProcessFailure", "record"), _ERRORS),
     **dict.fromkeys(("DefaultLogsSpecs", "LogsSpecs", "SignalException", "Std"), _PROCESSES),
     **dict.fromkeys(("config_from_args", "get_args_parser", "parse_args"), _RUN),
+    **dict.fromkeys(("determine_local_world_size", "parse_min_max_nnodes"), _RUN),
+    **dict.fromkeys(("get_rdzv_endpoint", "get_use_env", "run_script_path"), _RUN),
 }
 
 __all__ = list(_WHERE)

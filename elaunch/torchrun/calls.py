@@ -36,6 +36,8 @@ Function = Callable[..., object]
 FORK: Final = "fork"
 START_METHODS: Final = ("spawn", "forkserver", FORK)
 _WORDS = ("--module=yes", "--", CALLER)
+_OF_MAIN = b"\x8c\x08__main__"
+"""A pickle's reference to that module: the text, of 8 characters."""
 
 
 def run_function(
@@ -62,7 +64,9 @@ def run_function(
         hint = did_you_mean(start_method, START_METHODS)
         allowed = ", ".join(START_METHODS)
         raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
-    if start_method != FORK and of_no_file(function):
+    by_fork = start_method == FORK
+    call = b"" if by_fork or of_no_file(function) else pickled(function, args)
+    if not by_fork and of_no_file(function, call):
         name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
             f"start_method: {start_method!r} cannot be had for {name}(): no file has what a "
@@ -73,20 +77,23 @@ def run_function(
         place = Path(directory)
         method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]
         serve = None
-        if start_method == FORK:
+        if by_fork:
             method.append("--preload=none")
             serve = partial(_serve, function, args)
         else:
-            (place / worker.CALL).write_bytes(pickled(function, args))
+            (place / worker.CALL).write_bytes(call)
         words = [*flags, *method, *_WORDS, directory, "${local_rank}"]
         ended = run_agent(words, place, handled, serve=serve)
         return ended, _results(place) if ended.exit_code == 0 else {}
 
 
-def of_no_file(function: Function) -> bool:
-    """Whether a function is of a main module that no other process can import, as a notebook's."""
+def of_no_file(function: Function, call: bytes = b"") -> bool:
+    """Whether a main module that no other process can import, as a notebook's, has a function.
+
+    Or the one in a partial, or the class of an argument, in a ``call`` that :func:`pickled` made.
+    """
     main = sys.modules["__main__"]
-    here = getattr(function, "__module__", None) == "__main__"
+    here = getattr(function, "__module__", None) == "__main__" or _OF_MAIN in call
     return here and not os.path.exists(getattr(main, "__file__", None) or "")
 
 
@@ -142,6 +149,9 @@ def _serve(function: Function, args: Sequence[object], lifeline: int) -> NoRetur
     job = loop.serve(lifeline, of_caller=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as elaunch.server.script has it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _print_to_own_files()
+    if threads := sys.modules.get("concurrent.futures.thread"):
+        vars(threads)["_threads_queues"].clear()  # as Python 3.12 does: its end would wait for them
     place, local_rank = job.args
     call = record(partial(worker.deliver, function, args, Path(place), local_rank))
     name = f"ForkProcess-{job.local_rank + 1}"
@@ -151,3 +161,15 @@ def _serve(function: Function, args: Sequence[object], lifeline: int) -> NoRetur
         code = process._bootstrap()
     finally:
         os._exit(code)
+
+
+def _print_to_own_files() -> None:
+    """Have what a worker prints in its log: a notebook's streams, or those of a test, lead away."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            there = getattr(sys, name).fileno() == fd
+        except (AttributeError, OSError, ValueError):  # no stream, or one that is no file
+            there = False
+        if not there:
+            errors = "backslashreplace" if fd == 2 else None
+            setattr(sys, name, open(fd, "w", buffering=1, errors=errors, closefd=False))  # noqa: SIM115

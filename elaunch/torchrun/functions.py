@@ -88,10 +88,8 @@ def _word(name: str, value: Any) -> list[str]:
 
 def _method(function: Callable[..., Any], args: tuple[Any, ...]) -> StartMethod:
     """Return ``forkserver`` where another process can find the function by its name."""
-    if of_no_file(function):
-        return FORK
     try:
-        pickled(function, args)
+        call = pickled(function, args)
     except Exception:  # an object's own pickling raises what it likes: a RuntimeError in torch
         return FORK
-    return "forkserver"
+    return FORK if of_no_file(function, call) else "forkserver"

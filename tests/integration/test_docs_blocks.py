@@ -162,6 +162,14 @@ SCRIPTS = {
     ),
     "docs/tutorial.md python 1": Script("import time\nrank = 2\nif True:\n", inside=True),
     "docs/from-python.md python 1": Script(
+        "import asyncio, elaunch\nfrom elaunch.torchrun import LaunchConfig, elastic_launch\n"
+        "from functions import train\nasync def main():\n",
+        "    assert results == {rank: 1.0 for rank in range(2)}\n    print('ran')\n"
+        "if __name__ == '__main__':\n    asyncio.run(main())\n",
+        inside=True,
+        nproc=0,
+    ),
+    "docs/from-python.md python 2": Script(
         "from functions import train\nif __name__ == '__main__':\n",
         "    assert results == {rank: 1.0 for rank in range(4)}\n    print('ran')\n",
         inside=True,

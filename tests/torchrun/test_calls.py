@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,28 @@ def test_a_cell_s_function_takes_a_fork(monkeypatch: pytest.MonkeyPatch, method:
         elastic_launch(config, _cell)()
 
 
+def test_a_cell_s_function_in_a_partial_and_a_cell_s_class_take_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They can be pickled, but no other process finds them; the workers failed."""
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__", raising=False)
+    for cell in (_cell, _Cell):
+        monkeypatch.setattr(main, cell.__name__, cell, raising=False)
+        monkeypatch.setattr(cell, "__module__", "__main__")
+    assert functions._method(partial(_cell), ()) == "fork"
+    assert functions._method(os.write, (1, [_Cell()])) == "fork"
+    assert functions._method(os.write, (1, b"of __main__")) == "forkserver"
+    with pytest.raises(UsageError, match="'spawn' cannot be had for partial"):
+        elaunch.run(partial(_cell), start_method="spawn")
+
+
 def _cell() -> None:
     """A function that a notebook defines."""
+
+
+class _Cell:
+    """A class that a notebook defines."""
 
 
 def test_an_earlier_run_with_the_same_pid_is_another(

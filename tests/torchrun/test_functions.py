@@ -120,6 +120,30 @@ def test_a_function_without_a_file(elaunch: Launcher, tmp_path: Path) -> None:
     assert done.stdout == "{0: 0, 1: 1}\n", done.stderr
 
 
+STREAMS = """
+import asyncio, contextlib, elaunch, io, sys
+
+def says():
+    print("printed")
+    print("said", file=sys.stderr)
+
+async def call():
+    return await asyncio.to_thread(elaunch.run, says, redirects=3, rdzv_id="job")
+
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    found = asyncio.run(call())
+print(found)
+"""
+
+
+def test_what_a_cell_prints_is_in_the_log(elaunch: Launcher) -> None:
+    """Whatever stands for the program's streams, as in a notebook; from a thread of a pool."""
+    done = elaunch.start_command([sys.executable, "-c", STREAMS]).wait()
+    assert done.stdout == "{0: None}\n", done.stderr
+    logs = elaunch.run(["logs", "job"])
+    assert (logs.stdout, logs.stderr) == ("[rank 0]: printed\n", "[rank 0]: said\n")
+
+
 NODE = """
 import os, sys, time, elaunch
 node, port = sys.argv[1:]
