@@ -349,6 +349,7 @@ class WarmServer:
         importlib.import_module("elaunch.store.etcd.imports").load()
         tests = _not_of_python(_imported(_OF_TESTS))
         self._of_commands = set(sys.modules) - rest - tests
+        sys.excepthook = sys.__excepthook__  # with Python 3.10, pytest imports one that sets it
         _Hidden(tests)
         _Hidden(hidden)
         _Hidden(launcher)

@@ -56,6 +56,8 @@ class Play:
             (place / name).write_text(text)
         self._port = port = free_port()
         env = {name: self._filled(text, port) for name, text in row.env.items()}
+        if TORCH < PINNED and module == LAUNCHERS["torchrun"]:  # else all its jobs have one port
+            env.setdefault("PET_MASTER_PORT", str(port))
         self._running: list[Running] = [
             launcher.start_command(
                 [sys.executable, "-m", module, *self._filled(line, port).split()],
