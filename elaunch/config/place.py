@@ -371,7 +371,7 @@ def _local(answers: Answers, why: str) -> Topology:
         notices += _unused_with_standalone(answers)
     elif answers["rdzv-endpoint"] and answers.said("rdzv-endpoint"):
         infos = ("--rdzv-endpoint is not needed on one node: nobody else has to find it",)
-    addr = _unbracketed(master or local)
+    addr = _master_addr(answers) or _unbracketed(local)
     return Topology("c10d", "localhost:0", addr, None, tuple(notices), infos)
 
 
@@ -383,7 +383,7 @@ def _exactly(answers: Answers) -> Topology:
     raw = answers["rdzv-endpoint"]
     if not raw:
         addr, port = (
-            _unbracketed(answers["master-addr"]) or hosts.LOOPBACK,
+            _master_addr(answers) or hosts.LOOPBACK,
             answers["master-port"],
         )
         return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))
@@ -395,6 +395,13 @@ def _exactly(answers: Answers) -> Topology:
 def _idle_master(answers: Answers) -> list[str]:
     names = (name for name in ("master-addr", "master-port") if answers.said(name))
     return [f"--{name} has no effect with --rdzv-endpoint" for name in names]
+
+
+def _master_addr(answers: Answers) -> str | None:
+    """Return where one node was told to be; not a cluster's name for it that is not known yet."""
+    addr = _unbracketed(answers["master-addr"])
+    by_person = not addr or answers.said("master-addr")
+    return addr if by_person or endpoints.addresses(str(addr)) else None
 
 
 def _unbracketed(host: str | None) -> str | None:

@@ -149,6 +149,13 @@ def test_what_one_node_cannot_be_is_refused(job: Job, line: str, message: str) -
     assert message in job.error(line)
 
 
+@pytest.mark.parametrize("port", [{}, {"PET_MASTER_PORT": str(launching.free_port())}])
+def test_a_name_of_a_cluster_that_does_not_resolve_yet(job: Job, port: dict[str, str]) -> None:
+    """As Kubeflow's for the only pod: the store is here, whatever its name; it was refused."""
+    found = job.settings(PET_MASTER_ADDR="train-node-0-0.train.invalid", **port)
+    assert found.master_addr in (None, "127.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("line", "notice"),
     [

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.server import torchfix
 from tests.integration.parity.launches import (
     HERE,
     Outcome,
@@ -167,7 +168,8 @@ def test_the_environment_is_torchruns(two: dict[str, Outcome], method: str, rank
     assert set(found) - set(torchruns) - NEWER == ADDED
     assert set(torchruns) - set(found) == set()
     changed = {name for name in torchruns if torchruns[name] != found[name]} - OWN_VALUES
-    assert {name: found[name] for name in changed} == CHANGED
+    as_old = method == "spawn" and torchfix.need_clients()  # docs/versions.md
+    assert {name: found[name] for name in changed} == ({} if as_old else CHANGED)
 
 
 def test_threads_and_title(two: dict[str, Outcome]) -> None:
