@@ -77,7 +77,10 @@ class RunTemp:
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, Path]:
     """Return where workers with these variables have what TorchInductor compiles, and headers."""
-    default = Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"{env.CACHE_PREFIX}{_user()}")
+    top = environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(FileNotFoundError):  # none can be written, in a read-only container
+        top = environ.get("TMPDIR") or tempfile.gettempdir()
+    default = Path(top, f"{env.CACHE_PREFIX}{_user()}")
     cache = Path(environ.get(INDUCTOR_CACHE) or default)
     return {"cache": cache, "headers": default / "precompiled_headers"}
 

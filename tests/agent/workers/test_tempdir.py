@@ -148,3 +148,16 @@ def test_a_cache_of_others_is_left_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert remove_torn({"cache": tmp_path, "headers": tmp_path / "none"}) == []
     assert (tmp_path / "x.main.so").exists()
+
+
+def test_a_machine_without_a_directory_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a container with a read-only root may be: the agent ended with a traceback."""
+
+    def none() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert remove_torn(compiler_caches({"TORCHINDUCTOR_CACHE_DIR": "/nowhere"})) == []
+    assert compiler_caches({})["cache"].parent == Path("/tmp")
