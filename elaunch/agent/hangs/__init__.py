@@ -1,8 +1,9 @@
 """Finding out that a round hangs, who hangs, and where.
 
-The watchdog of ``watch`` looks at the workers' ``progress`` at fixed times: at what the script
-reports, or at lines that it prints. ``judge`` decides purely from the history of that. ``stacks``
-asks every worker where it is before the round is ended; ``flame`` looks at one for longer.
+``watch`` is all of it, as the loop sees it. The ``watchdog`` looks at the workers' ``progress`` at
+fixed times: at what the script reports, or at lines that it prints. ``judge`` decides purely from
+the history of that. ``stacks`` asks every worker where it is before the round is ended; ``flame``
+looks at one for longer.
 """
 
 __all__ = ["collectives", "elsewhere", "flame", "progress", "scene", "stackdump", "stacks", "watch"]
