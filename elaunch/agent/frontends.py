@@ -48,7 +48,7 @@ from elaunch.config.values import Moment
 from elaunch.errors import RunDirError
 from elaunch.runs import verdict
 from elaunch.runs.pace import StepRate
-from elaunch.runs.record import Record
+from elaunch.runs.record import Record, lasted
 from elaunch.text import duration
 
 CLOCK_S: Final = 10.0
@@ -95,8 +95,8 @@ def _metrics(context: RunContext) -> str:
     from elaunch.runs.prometheus import RunReading, render
 
     record = cast("Record", context.record.snapshot())
-    lasted = max(0.0, (record["ended_at"] or time.time()) - record["started_at"])
-    return render([RunReading(context.run_dir.path.name, record, record["state"], lasted)])
+    seconds = lasted(record, time.time())
+    return render([RunReading(context.run_dir.path.name, record, record["state"], seconds)])
 
 
 def start(

@@ -21,7 +21,7 @@ from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.runs.directory import RunDir
-    from elaunch.runs.record import WorkerRecord
+    from elaunch.runs.identity import WorkerRecord
 
 ENDED: Final = 69
 """Exit code where the rank ends before it comes to the debugger, or in it."""
@@ -50,7 +50,7 @@ def debug(run: str | None, rank: int) -> int:
     """
     from elaunch.monitor.nodeviews import answer_of
     from elaunch.runs import directory
-    from elaunch.runs.record import condition
+    from elaunch.runs.identity import condition
 
     if sys.stdin is None:
         raise UsageError("stdin is closed, and pdb's commands come from it; </dev/null gives none")

@@ -23,8 +23,9 @@ from elaunch.errors import ElaunchError, RunDirError, UsageError
 from elaunch.monitor.nodeviews import RemoteTree
 from elaunch.monitor.watch import require_reader
 from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
+from elaunch.runs.identity import condition
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
-from elaunch.runs.record import FINAL_STATES, Record, condition
+from elaunch.runs.record import FINAL_STATES, Record
 
 PAUSE_S: Final = 0.2
 MOST_RANKS: Final = 1_000_000
@@ -338,9 +339,9 @@ class Reader:
             raise UsageError(f"--rank {min(missing)} of run {name} is not {where}; {here}")
         rounds = {file.name.round for file in files}
         if rounds and wanted.round not in {None, *rounds}:
-            raise UsageError(
-                f"--round {wanted.round}: run {name} has rounds {min(rounds)} to {max(rounds)}"
-            )
+            low, high = min(rounds), max(rounds)
+            there = f"round {low} only" if low == high else f"rounds {low} to {high}"
+            raise UsageError(f"--round {wanted.round}: run {name} has {there}")
         return [
             file
             for file in files

@@ -24,7 +24,8 @@ from elaunch.agent.hangs.stackdump import StackGroup, joined
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, WorkerView
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.record import ProgressRecord, Record, WorkerRecord, condition
+from elaunch.runs.identity import WorkerRecord, condition
+from elaunch.runs.record import ProgressRecord, Record
 from elaunch.runs.usage import Usage
 from elaunch.wire import control
 from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S, WORKERS_S

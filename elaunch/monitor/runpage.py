@@ -41,7 +41,7 @@ SHOWN_RANKS: Final = 64
 
 _AGENT_NOTES: Final = {
     "silent": "agent does not answer",
-    "stopped": "agent is suspended by a signal; `kill -CONT {pid}` resumes it",
+    "stopped": "agent is suspended by a signal or a debugger; `kill -CONT {pid}` resumes it",
     "elsewhere": "on {host}; not checked from here",
 }
 _LIST_NOTES: Final = {
@@ -314,15 +314,18 @@ def _history(history: Sequence[RoundRecord], standing: Standing) -> Table:
 
 
 def _round_row(entry: RoundRecord, standing: Standing) -> tuple[Cell, ...]:
-    until = entry["ended_at"]
+    until, lasted = entry["ended_at"], None
+    if until is not None or standing.agent == "answers":
+        lasted = entry.get("lasted_s")
     if until is None and standing.live:
         until = standing.taken_at
-    lasted = NOTHING if until is None else duration(max(0.0, until - entry["started_at"]))
+    if lasted is None and until is not None:
+        lasted = max(0.0, until - entry["started_at"])
     recovery = entry["recovery_s"]
     return (
         Cell(str(entry["round"])),
         Cell(moment(entry["started_at"], standing.taken_at)),
-        Cell(lasted),
+        Cell(NOTHING if lasted is None else duration(lasted)),
         Cell(NOTHING if recovery is None else f"{recovery:.3f} s"),
         Cell(_or_nothing(entry["resumed_step"])),
         Cell(one_line(entry["reason"] or NOTHING)),

@@ -11,7 +11,8 @@ from typing import Final
 from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.runs.directory import RunDir
-from elaunch.runs.record import Record, WorkerProgressRecord, WorkerRecord
+from elaunch.runs.identity import WorkerRecord
+from elaunch.runs.record import Record, WorkerProgressRecord
 from elaunch.runs.usage import Measurement, Usage, measure_since, usage
 from elaunch.text import duration, one_line
 

@@ -26,7 +26,8 @@ from typing import Final, Literal
 
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, list_runs
-from elaunch.runs.record import LIVE_STATES, Record, WorkerRecord, check, condition, worker_is_alive
+from elaunch.runs.identity import WorkerRecord, condition, worker_is_alive
+from elaunch.runs.record import LIVE_STATES, Record, check, lasted
 from elaunch.wire.control import ask
 
 LOST: Final = "LOST"
@@ -69,8 +70,9 @@ class Standing:
         """Return how long the run has lasted in seconds; None where its end is not known."""
         if self.record is None:
             return None
-        until = self.taken_at if self.live else self.record["ended_at"]
-        return None if until is None else max(0.0, until - self.record["started_at"])
+        if self.agent in ("answers", "ended"):
+            return lasted(self.record, self.taken_at)
+        return max(0.0, self.taken_at - self.record["started_at"]) if self.live else None
 
 
 def overview(environ: Mapping[str, str], everything: bool = False) -> tuple[Standing, ...]:

@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Final
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.runs.record import FINAL_STATES, LIVE_STATES, Record, condition, parse
+from elaunch.runs.identity import condition
+from elaunch.runs.record import FINAL_STATES, LIVE_STATES, Record, parse
 from elaunch.runs.statedir import (
     claim,
     delete,

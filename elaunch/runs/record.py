@@ -17,24 +17,19 @@ KILLED       they were asked to and did not in time: to be continued from the la
 
 The first four are live, the others final. An agent that was killed leaves a record with a live
 state: ``elaunch status`` shows it as LOST.
-
-An agent is identified by more than its pid, which the system may give to another process: by host,
-boot, pid namespace and the tick at which it started.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, cast
+from typing import Any, Final, TypedDict, cast
 
-from elaunch import proc
 from elaunch.errors import RunDirError
-from elaunch.proc import Process
+from elaunch.runs.identity import AgentRecord, WorkerRecord, this_agent
 from elaunch.text import arguments
 
 SCHEMA: Final = 1
@@ -43,27 +38,6 @@ FINAL_STATES: Final = frozenset({"COMPLETED", "FAILED", "STOPPED", "PREEMPTED", 
 
 KEPT_ROUNDS: Final = 100
 """Rounds in a record, which is written whole at each change; a run may have thousands."""
-
-# Without a recorded tick an agent is recognised by its time of creation, and that moves with every
-# correction of the wall clock.
-CREATE_TIME_TOLERANCE_S: Final = 5.0
-
-Condition = Literal["alive", "stopped", "gone", "rebooted", "elsewhere"]
-
-
-class _AgentRequired(TypedDict):
-    pid: int
-    create_time: float
-    host: str
-    user: str
-
-
-class AgentRecord(_AgentRequired, total=False):
-    """The agent of the run; the optional fields make the identity exact (:func:`this_agent`)."""
-
-    start_ticks: int
-    boot_id: str
-    pid_ns: str
 
 
 class RestartsRecord(TypedDict):
@@ -75,22 +49,6 @@ class RestartsRecord(TypedDict):
     budget: str
 
 
-class WorkerRecord(TypedDict):
-    """One worker of the current round; times in seconds since the epoch.
-
-    Its state is STARTING, RUNNING, SUCCEEDED, FAILED, or STOPPED (by elaunch).
-    """
-
-    rank: int
-    local_rank: int
-    pid: int | None
-    state: str
-    exit: str | None
-    exit_code: int | None
-    started_at: float | None
-    ended_at: float | None
-
-
 class CheckpointRecord(TypedDict):
     """The checkpoint that this round resumed from."""
 
@@ -99,15 +57,22 @@ class CheckpointRecord(TypedDict):
     format: str
 
 
-class RoundRecord(TypedDict):
-    """One round of the run; ``recovery_s`` is from the failure before it to its running again."""
-
+class _RoundRequired(TypedDict):
     round: int
     reason: str | None
     started_at: float
     ended_at: float | None
     recovery_s: float | None
     resumed_step: int | None
+
+
+class RoundRecord(_RoundRequired, total=False):
+    """One round of the run; ``recovery_s`` is from the failure before it to its running again.
+
+    ``lasted_s`` is how long it has lasted so far, whatever is done to the clock meanwhile.
+    """
+
+    lasted_s: float
 
 
 class NodeRecord(TypedDict):
@@ -300,8 +265,9 @@ class Record(_RecordRequired, total=False):
     it was on another node, and, at the end, where the time of all nodes went. Where the script
     itself writes it (elaunch.training.tracking): what started it; ``agent`` is then one of the
     workers. ``progress``, ``lateness``, ``saves`` and ``timing`` are there where something is known
-    of them. ``rounds_left_out`` are the rounds before those of ``history``. ``code`` is that of
-    docs/errors.md where elaunch itself has ended the run.
+    of them. ``rounds_left_out`` are the
+    rounds before those of ``history``. ``code`` is that of docs/errors.md where elaunch itself has
+    ended the run. ``lasted_s``: as of a round.
     """
 
     node_rank: int | None
@@ -318,6 +284,7 @@ class Record(_RecordRequired, total=False):
     saves: SavesRecord
     timing: TimingRecord
     rounds_left_out: int
+    lasted_s: float
     code: str
     dashboard: str
 
@@ -363,59 +330,10 @@ def check(data: object, source: str) -> Record:
     return cast("Record", data)
 
 
-def this_agent() -> AgentRecord:
-    """Return the record's ``agent`` for the calling process."""
-    pid = os.getpid()
-    process = proc.read_process(pid)
-    if process is None:
-        raise RunDirError(f"/proc does not show this process (pid {pid}): is /proc mounted?")
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
-    return {
-        "pid": pid,
-        "create_time": proc.create_time(process),
-        "host": os.uname().nodename,
-        "user": user,
-        "start_ticks": process.start,
-        "boot_id": proc.boot_id(),
-        "pid_ns": proc.pid_namespace(),
-    }
-
-
-def condition(agent: AgentRecord) -> Condition:
-    """Return the condition of the process that ``agent`` describes.
-
-    ``stopped`` is alive but suspended by a signal; ``rebooted`` is gone with the machine;
-    ``elsewhere`` cannot be seen from here (another host, another container).
-    """
-    if agent["host"] != os.uname().nodename:
-        return "elsewhere"
-    if agent.get("boot_id", proc.boot_id()) != proc.boot_id():
-        return "rebooted"
-    if agent.get("pid_ns", proc.pid_namespace()) != proc.pid_namespace():
-        return "elsewhere"
-    process = proc.read_process(agent["pid"])
-    if process is None or not process.living or not _same_start(agent, process):
-        return "gone"
-    return "stopped" if process.state in "Tt" else "alive"
-
-
-def _same_start(agent: AgentRecord, process: Process) -> bool:
-    if "start_ticks" in agent:
-        return agent["start_ticks"] == process.start
-    return abs(proc.create_time(process) - agent["create_time"]) <= CREATE_TIME_TOLERANCE_S
-
-
-def worker_is_alive(worker: WorkerRecord) -> bool:
-    """Tell whether the recorded worker's process still runs on this machine."""
-    process = proc.read_process(worker["pid"]) if worker["pid"] else None
-    if process is None or not process.living:
-        return False
-    # Another process that was given the pid later began later.
-    started_at = worker["started_at"]
-    return started_at is None or proc.create_time(process) <= started_at + CREATE_TIME_TOLERANCE_S
+def lasted(record: Record, now: float) -> float:
+    """Return for how many seconds a run has lasted that has ended, or goes on ``now``."""
+    seconds = (record["ended_at"] or now) - record["started_at"]
+    return max(0.0, record.get("lasted_s", seconds))
 
 
 def first_record(run_id: str, name: str, directory: Path) -> Record:
@@ -447,20 +365,6 @@ def first_record(run_id: str, name: str, directory: Path) -> Record:
         "failure": None,
         "log_dir": None,
         "history": [],
-    }
-
-
-def agent_of(pid: int) -> AgentRecord:
-    """Return the record's ``agent`` for a process of this user; RunDirError if it is gone."""
-    process = proc.read_process(pid)
-    if process is None:
-        raise RunDirError(f"the process {pid} is gone, or /proc does not show it")
-    place = this_agent()  # the same host, boot and user
-    return {
-        **place,
-        "pid": pid,
-        "create_time": proc.create_time(process),
-        "start_ticks": process.start,
     }
 
 

@@ -34,6 +34,7 @@ from elaunch.runs.record import (
     Record,
     SlowestRecord,
     TimingRecord,
+    lasted,
 )
 from elaunch.text import count, duration, one_line
 
@@ -169,23 +170,23 @@ def late_text(late: LateRecord) -> str:
 def shown(record: Record) -> int:
     """Return how many lines of its verdict a run prints that has ended: all, but of a short one.
 
-    One of a single round prints nothing, as torchrun does; one that has failed its result, since
-    torchrun's long table stands between that and the cause, and, if there was time for more than
-    its start, where that went.
+    One of a single round prints nothing, as torchrun does; one that was not completed its result,
+    since torchrun's long table stands between that and the cause, and, if there was time for more
+    than its start, where that went.
     """
-    if len(record["history"]) > 1 or _lasted(record) > SILENT_S:
+    if len(record["history"]) > 1 or _seconds(record) > SILENT_S:
         return len(lines(record))
-    return (1 + (_lasted(record) > START_S)) if record["state"] == "FAILED" else 0
+    return (1 + (_seconds(record) > START_S)) if record["state"] != "COMPLETED" else 0
 
 
-def _lasted(record: Record) -> float:
-    return max(0.0, (record["ended_at"] or record["started_at"]) - record["started_at"])
+def _seconds(record: Record) -> float:
+    return lasted(record, record["started_at"])
 
 
 def lines(record: Record) -> list[str]:
     """Return the verdict on a run that has ended: its result, and :func:`facts`."""
     used = record["restarts"]["used"]
-    result = f"{record['state']} after {duration(_lasted(record))}, {count(used, 'restart')}"
+    result = f"{record['state']} after {duration(_seconds(record))}, {count(used, 'restart')}"
     if record["state"] == "FAILED" and (why := _headline(record)):
         result += f": {why} (elaunch why {shlex.quote(record['run_id'])})"
     return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]

@@ -34,19 +34,22 @@ from typing import TYPE_CHECKING, Final
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
 from elaunch.runs.directory import RunDir, create, prune_for, records
+from elaunch.runs.identity import (
+    AgentRecord,
+    WorkerRecord,
+    agent_of,
+    note_start,
+    this_agent,
+    worker_is_alive,
+)
 from elaunch.runs.record import (
     LIVE_STATES,
-    AgentRecord,
     Record,
     SavesRecord,
-    WorkerRecord,
     add_round,
-    agent_of,
     first_record,
     new_round,
     new_worker,
-    this_agent,
-    worker_is_alive,
 )
 from elaunch.runs.statedir import locked
 from elaunch.training.launch import Placement
@@ -242,7 +245,8 @@ def _continued(launcher: str) -> RunDir | None:
 
 def _worker(rank: int, local_rank: int, pid: int, now: float) -> WorkerRecord:
     worker = new_worker(rank, local_rank)
-    worker["pid"], worker["state"], worker["started_at"] = pid, "RUNNING", now
+    note_start(worker, pid, now)
+    worker["state"] = "RUNNING"
     return worker
 
 

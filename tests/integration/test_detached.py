@@ -125,7 +125,7 @@ def test_the_logs_of_one_rank_are_its_bytes(
     assert shown == f"rank 1  round 0  {record['log_dir']}/attempt_0/1\n"
     for flags, message in (
         (["--rank", "7"], "--rank 7 of run here is not on this node; ranks 0 to 1 are"),
-        (["--round", "3"], "--round 3: run here has rounds 0 to 0"),
+        (["--round", "3"], "--round 3: run here has round 0 only"),
         (["--dirs", "-f"], "leave out --follow"),
     ):
         wrong = elaunch.run(["logs", "here", *flags])

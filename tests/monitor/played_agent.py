@@ -20,7 +20,7 @@ from typing import Any
 
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.runs.directory import RunDir, create
-from elaunch.runs.record import this_agent
+from elaunch.runs.identity import this_agent
 
 WORKER = "import sys; sys.stdin.read()"
 _PR_SET_PDEATHSIG = 1

@@ -174,7 +174,7 @@ def test_a_report_with_something_else_in_a_field(tmp_path: Path) -> None:
     ("agent", "note"),
     [
         ("silent", "(agent does not answer)"),
-        ("stopped", "(agent is suspended by a signal; `kill -CONT 99` resumes it)"),
+        ("stopped", "(agent is suspended by a signal or a debugger; `kill -CONT 99` resumes it)"),
         ("elsewhere", "(on node0; not checked from here)"),
     ],
 )

@@ -15,7 +15,7 @@ from elaunch.monitor.document import list_document, run_document
 from elaunch.monitor.snapshot import take
 from elaunch.monitor.standing import overview
 from elaunch.runs.directory import create
-from elaunch.runs.record import worker_is_alive
+from elaunch.runs.identity import worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final

@@ -15,7 +15,7 @@ import pytest
 from elaunch.monitor import standing as standing_module
 from elaunch.monitor.standing import overview, read_standing
 from elaunch.runs.directory import create
-from elaunch.runs.record import condition, worker_is_alive
+from elaunch.runs.identity import condition, worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final

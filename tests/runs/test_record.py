@@ -1,51 +1,31 @@
-"""elaunch.runs.record: reading foreign and torn records, recognising agents and workers."""
+"""elaunch.runs.record: reading foreign and torn records."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from elaunch import proc
 from elaunch.errors import RunDirError
 from elaunch.runs import record
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import (
     add_round,
-    agent_of,
     check,
-    condition,
     first_record,
     new_round,
     new_worker,
-    this_agent,
 )
-from tests.launching import wait_until
 from tests.monitor.played_agent import new_record
-
-SLEEP = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 
 
 @pytest.fixture
 def valid(tmp_path: Path) -> dict[str, Any]:
     return new_record(RunDir(tmp_path), "train-3fa2c1", [11, 12])
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE) as process:
-        yield process
-        process.kill()
 
 
 def test_a_record_survives_json(valid: dict[str, Any]) -> None:
@@ -118,101 +98,12 @@ def test_each_wrong_field_is_named(
     assert message in str(caught.value)
 
 
-def test_create_time_is_psutils(process: subprocess.Popen[bytes]) -> None:
-    stat = proc.read_process(process.pid)
-    assert stat is not None
-    assert abs(proc.create_time(stat) - psutil.Process(process.pid).create_time()) < 1.5
-
-
-def test_names_with_parentheses_and_blanks_do_not_confuse(tmp_path: Path) -> None:
-    odd = tmp_path / "a ) S 1 (b"
-    odd.symlink_to("/bin/sleep")
-    with subprocess.Popen([odd, "60"]) as process:
-        stat = proc.read_process(process.pid)
-        process.kill()
-    assert stat is not None
-    assert stat.living
-
-
-def test_this_process_is_alive() -> None:
-    assert record.condition(record.this_agent()) == "alive"
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"host": "another"}, "elsewhere"),
-        ({"pid_ns": "pid:[1]"}, "elsewhere"),
-        ({"boot_id": "another"}, "rebooted"),
-        ({"start_ticks": 1}, "gone"),
-        ({"pid": 0}, "gone"),
-        ({"create_time": 0.0}, "alive"),  # the tick is exact, the time moves with the clock
-    ],
-)
-def test_condition(changes: dict[str, Any], expected: str) -> None:
-    agent: Any = {**record.this_agent(), **changes}
-    assert record.condition(agent) == expected
-
-
-@pytest.mark.parametrize(("offset", "expected"), [(0.0, "alive"), (2.0, "alive"), (60, "gone")])
-def test_condition_of_an_agent_known_by_its_time(offset: float, expected: str) -> None:
-    exact = record.this_agent()
-    agent: record.AgentRecord = {
-        "pid": exact["pid"],
-        "create_time": exact["create_time"] - offset,
-        "host": exact["host"],
-        "user": exact["user"],
-    }
-    assert record.condition(agent) == expected
-
-
-def test_a_suspended_agent_is_not_gone_and_a_zombie_is(process: subprocess.Popen[bytes]) -> None:
-    def agent() -> record.AgentRecord:
-        stat = proc.read_process(process.pid)
-        assert stat is not None
-        return {**record.this_agent(), "pid": process.pid, "start_ticks": stat.start}
-
-    identity = agent()
-    assert record.condition(identity) == "alive"
-    process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: record.condition(identity) == "stopped")
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert record.condition(identity) == "gone"
-    process.wait()
-    assert record.condition(identity) == "gone"
-
-
-def test_a_worker_whose_pid_went_to_a_stranger_is_not_alive(
-    valid: dict[str, Any], process: subprocess.Popen[bytes]
-) -> None:
-    worker: record.WorkerRecord = valid["workers"][0]
-    worker["pid"] = process.pid
-    assert record.worker_is_alive(worker)
-    worker["started_at"] = time.time() - 3600
-    assert not record.worker_is_alive(worker)
-    worker["started_at"] = worker["pid"] = None
-    assert not record.worker_is_alive(worker)
-
-
 def test_a_first_record_is_a_record(tmp_path: Path) -> None:
     made = first_record("job-1", "job", tmp_path)
     made["workers"].append(new_worker(3, 1))
     made["history"].append(new_round(2, "because", 120))
     assert check(made, "here") == made
     assert (made["state"], made["agent"]["pid"]) == ("STARTING", os.getpid())
-
-
-def test_the_agent_of_another_process() -> None:
-    assert agent_of(os.getpid()) == this_agent()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        agent = agent_of(process.pid)
-        assert condition(agent) == "alive"
-        process.kill()
-        process.wait()
-    assert condition(agent) == "gone"
-    with pytest.raises(RunDirError, match=f"the process {process.pid} is gone"):
-        agent_of(process.pid)
 
 
 def test_a_run_of_many_rounds_has_a_small_record(tmp_path: Path) -> None:

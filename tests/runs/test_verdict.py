@@ -48,8 +48,9 @@ def late(held: float, seconds: float) -> dict[str, Any]:
     ("lasted", "rounds", "state", "shown"),
     [
         (59.0, 1, "COMPLETED", 0),
-        (59.0, 1, "STOPPED", 0),
-        (59.0, 1, "PREEMPTED", 0),
+        (59.0, 1, "STOPPED", 2),
+        (3.0, 1, "PREEMPTED", 1),
+        (3.0, 1, "KILLED", 1),
         (3.0, 1, "FAILED", 1),
         (11.0, 1, "FAILED", 2),
         (3.0, 2, "COMPLETED", 5),

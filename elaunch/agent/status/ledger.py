@@ -405,7 +405,7 @@ def open_ledger(
         threads=threads,
         loaders=hangs.loaders,
         before=None if found is None else found.get("timing"),
-        begun=time.monotonic() - max(0.0, time.time() - record.snapshot()["started_at"]),
+        begun=time.monotonic() - record.snapshot()["lasted_s"],
     )
 
 

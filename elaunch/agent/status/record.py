@@ -35,6 +35,7 @@ from elaunch.errors import ElaunchError, RunDirError
 from elaunch.rendezvous.plan import Node, Plan, WorkerFailure
 from elaunch.rendezvous.times import to_record
 from elaunch.runs.directory import RunDir
+from elaunch.runs.identity import note_start
 from elaunch.runs.record import (
     FINAL_STATES,
     CheckpointRecord,
@@ -79,6 +80,8 @@ class StatusRecord:
         self._settings = settings
         self._writer = RecordWriter(run_dir.write_state_text, warn, self._newest)
         self._failed_at: float | None = None
+        self._begun = time.monotonic()
+        self._round_begun: float | None = None
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
         self._nodes: Sequence[Node] = ()
@@ -125,6 +128,7 @@ class StatusRecord:
             now["nodes"] = _nodes(self._nodes) or None
         if published["state"] not in FINAL_STATES:
             now["timing"] = self._timing()
+            self._note_lasted(published)
         return published | {name: found for name, found in now.items() if found is not None}
 
     def see(self, turn: Turn) -> None:
@@ -138,6 +142,8 @@ class StatusRecord:
             self._failed_at = event.at
         elif isinstance(event, events.TreeGone) and record["history"]:
             record["history"][-1]["ended_at"] = time.time()
+            self._note_lasted(record)
+            self._round_begun = None
         if isinstance(action, ReplaceServer):
             record["start_method"] = "spawn"
         elif turn.begun is not None:
@@ -190,8 +196,16 @@ class StatusRecord:
         record["ended_at"] = time.time()
         self.write()
 
+    def _note_lasted(self, record: Any) -> None:
+        """Note how long the run and its newest round last, whatever is done to the clock."""
+        now = time.monotonic()
+        record["lasted_s"] = now - self._begun
+        if self._round_begun is not None:
+            record["history"][-1]["lasted_s"] = now - self._round_begun
+
     def write(self) -> None:
         """Replace the record on disk and for readers of the socket."""
+        self._note_lasted(self._record)
         found = self._progress()
         if found is not None:
             self._record["progress"] = found
@@ -236,10 +250,11 @@ class StatusRecord:
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
         resumed = None if checkpoint is None else checkpoint.step
         add_round(record, new_round(begun.round, reason, resumed))
+        self._round_begun = time.monotonic()
 
     def _note_start(self, event: events.WorkerStarted) -> None:
         worker = self._record["workers"][event.local_rank]
-        worker["pid"], worker["started_at"] = event.pid, wall_time(event.at)
+        note_start(worker, event.pid, wall_time(event.at))
         if worker["state"] == "STARTING":
             worker["state"] = "RUNNING"
         if self._failed_at is not None and all(w["pid"] for w in self._record["workers"]):

@@ -148,19 +148,20 @@ function rounds(run) {
     run.history.map((round) => {
       const until = round.ended_at ?? end;
       const piece = h("i", { class: `${round.ended_at === null && run.live ? "live" : ""} ${failed.has(round.round) ? "failed" : ""}`,
-        title: `round ${round.round}: ${span(until - round.started_at)}${round.reason ? `, after: ${round.reason}` : ""}` });
+        title: `round ${round.round}: ${span(lasted(round, end))}${round.reason ? `, after: ${round.reason}` : ""}` });
       piece.style.left = `${place(round.started_at)}%`;
       piece.style.width = `${place(until) - place(round.started_at)}%`;
       return piece;
     }));
   const causes = Object.fromEntries(run.failures.map((failure) => [failure.round, failure]));
   const rows = [...run.history].reverse().map((round) => ({ cells: [round.round, clock(round.started_at),
-    span((round.ended_at ?? end) - round.started_at), round.recovery_s === null ? "–" : `${round.recovery_s.toFixed(3)} s`,
+    span(lasted(round, end)), round.recovery_s === null ? "–" : `${round.recovery_s.toFixed(3)} s`,
     round.resumed_step, round.ended_at === null && run.live ? "runs" : how(causes[round.round]) ?? after(run, round)] }));
   return [h("h2", {}, "Rounds"), bar, h("div", { class: "scale" }, h("span", {}, clock(begin)), h("span", {}, run.live ? "now" : clock(end))),
     table([["Round", "number"], ["Started"], ["Lasted", "number"], ["Recovery", "number spare"], ["From step", "number spare"], ["How it ended", "wide"]], rows)];
 }
 
+const lasted = (round, end) => round.lasted_s ?? (round.ended_at ?? end) - round.started_at;
 const how = (failure) => failure && [failure.summary, failure.message].filter(Boolean).join(": ");
 
 function after(run, round) {

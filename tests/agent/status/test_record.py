@@ -8,18 +8,22 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from elaunch.agent import patience
 from elaunch.agent.policy import events, turn
-from elaunch.agent.policy.state import Limits, State
+from elaunch.agent.policy.actions import Action, Finish, StartRound
+from elaunch.agent.policy.state import Limits, Phase, State
+from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status import record as recordwriter
 from elaunch.agent.status.record import RecordWriter, StatusRecord
 from elaunch.config import resolve
 from elaunch.errors import RunDirError
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.runs.directory import RunDir
+from elaunch.runs.record import Record, lasted
 from tests.launching import wait_until
 
 LONG = 60.0
@@ -128,6 +132,31 @@ def test_the_loop_waits_for_no_file_system_for_ever(
     hangs.set()
     assert "cannot look: the file system does not answer for 0.1 s; going on" in caplog.text
     assert "cannot read: No such file or directory; going on" in caplog.text
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_how_long_a_run_lasts_where_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """As it was, and so do its rounds; when they begin and end is what the clock shows."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    settings = resolve({}, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
+    record, clock = StatusRecord(settings, RunDir(tmp_path), None, print), time.time
+
+    def see(event: events.Event, action: Action, phase: Phase, begun: Round | None = None) -> None:
+        state = State(Limits(1), phase=phase)
+        record.see(Turn(state, event, action, "", state, begun))
+
+    see(events.DeadlinePassed(), StartRound(0, None), Phase.RUNNING, Round(0, 1))
+    monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
+    found = cast("Record", record.snapshot())
+    assert 0 <= found["history"][0]["lasted_s"] <= lasted(found, time.time()) < 600
+    see(events.TreeGone(0), Finish(0), Phase.ENDED)
+    found = RunDir(tmp_path).read_state()
+    assert found["ended_at"] is not None
+    assert abs(found["ended_at"] - found["started_at"] - 3600 * hours) < 600
+    assert 0 <= found["history"][0]["lasted_s"] <= lasted(found, 0.0) < 600
 
 
 def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
