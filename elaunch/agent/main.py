@@ -123,6 +123,7 @@ class _Run:
         record.follow(
             hangs.record, saver.record, links.name, timing=ledger.record, lateness=hangs.lateness
         )
+        record.awaited = hangs.awaited
         views = NodeViews(hangs, context.log_root, record.snapshot)
         pages, watching = frontends.start(
             context, stack, group.reaper, links=links, views=views, pump=pump

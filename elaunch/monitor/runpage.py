@@ -151,7 +151,9 @@ def _cause(view: RunView) -> Iterator[str]:
     """Yield why the run is in its state; of a failure also the failed worker's report."""
     if view.standing.reason:
         yield one_line(view.standing.reason)
-    lateness = view.record.get("lateness")
+    lateness, awaited = view.record.get("lateness"), view.record.get("awaited")
+    if awaited is not None:
+        yield f"attention: {one_line(awaited['text'])}"
     if lateness is not None and lateness["slow"] is not None and view.standing.live:
         yield f"attention: {verdict.late_text(verdict.last_rank(lateness))}"
     failure = view.record["failure"]

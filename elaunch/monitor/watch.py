@@ -129,4 +129,5 @@ def _gist(view: RunView) -> object:
         restarts,
         workers,
         latest,
+        "awaited" in record,
     )

@@ -138,6 +138,13 @@ class LatenessRecord(_LatenessRequired, total=False):
     why: str
 
 
+class AwaitedRecord(TypedDict):
+    """For which ``ranks`` others have waited for long, in a ``text``; [] where nobody is named."""
+
+    ranks: list[int]
+    text: str
+
+
 class _SavesRequired(TypedDict):
     step: int | None
     committed_at: float | None
@@ -265,7 +272,7 @@ class Record(_RecordRequired, total=False):
     it was on another node, and, at the end, where the time of all nodes went. Where the script
     itself writes it (elaunch.training.tracking): what started it; ``agent`` is then one of the
     workers. ``progress``, ``lateness``, ``saves`` and ``timing`` are there where something is known
-    of them. ``rounds_left_out`` are the
+    of them; ``awaited``, while it is so, in an agent's answer only. ``rounds_left_out`` are the
     rounds before those of ``history``. ``code`` is that of docs/errors.md where elaunch itself has
     ended the run. ``lasted_s``: as of a round.
     """
@@ -281,6 +288,7 @@ class Record(_RecordRequired, total=False):
     job_timing: JobTimingRecord
     progress: ProgressRecord
     lateness: LatenessRecord
+    awaited: AwaitedRecord
     saves: SavesRecord
     timing: TimingRecord
     rounds_left_out: int

@@ -82,6 +82,7 @@ def nodes(summary: Mapping[str, Any], workers: list[Worker]) -> list[TreeNode]:
 def _levels(summary: Mapping[str, Any], workers: list[Worker]) -> dict[int, int]:
     silent, behind = lagging(summary.get("progress") or {}, workers) if workers else ([], [])
     levels = {worker["rank"]: 1 for worker in behind}
+    levels |= dict.fromkeys((summary.get("awaited") or {}).get("ranks", ()), 1)
     slow = (summary.get("lateness") or {}).get("slow")
     if slow is not None and summary.get("live"):
         levels[slow] = 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from typing import Any
 
 import pytest
 
-from tests.integration.jobs import UNUSUAL, WAITING
+from tests.integration.jobs import ATTENTIVE, UNUSUAL, WAITING
+from tests.integration.watching import agent_lines
 from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
@@ -53,6 +55,30 @@ def test_a_rank_that_does_not_come_to_init_process_group(elaunch: Launcher, begi
     found = json.loads(path.read_text())
     assert (found["hang"]["ranks"], found["hang"]["source"]) == ([1], "collectives")
     assert found["culprit"].startswith(said)
+
+
+@pytest.mark.parametrize("flags", [(), ("--hang-timeout=auto",)], ids=["unwatched", "auto"])
+def test_a_person_sees_for_which_rank_the_others_wait(
+    elaunch: Launcher, flags: tuple[str, ...]
+) -> None:
+    """Also where nothing would end for it; the log has it once."""
+    flags = ("--nproc-per-node=3", "--run-id=first", "-r", "3", *flags)
+    words = ["run", *flags, str(UNUSUAL), "absent", "1", "0", "60"]
+    job = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    job.wait_for_line(rf"^elaunch \S+ {said}.*; `elaunch stacks` shows where they are$", "stderr")
+    found = json.loads(elaunch.run(["status", "first", "--json"]).stdout)
+    assert found["awaited"]["ranks"] == [1] and found["awaited"]["text"].startswith(said)
+    assert f"\n  attention: {said}" in elaunch.run(["status", "first"]).stdout
+    top = json.loads(elaunch.run(["top", "first", "--json"]).stdout)
+    (first,) = top["attention"]
+    assert (first["level"], first["title"].startswith(said)) == ("warn", True)
+    ((worst, *_),) = [node["ranks"] for node in top["nodes"]]
+    assert (worst["rank"], worst["level"]) == (1, 1)
+    job.send_signal(signal.SIGTERM)
+    ended = job.wait()
+    assert len([line for line in agent_lines(ended.stderr) if said in line]) == 1, ended
+    assert "awaited" not in json.loads(elaunch.run(["status", "first", "--json"]).stdout)
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-stacks",)], ids=["asked", "not asked"])

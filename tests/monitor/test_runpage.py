@@ -81,6 +81,13 @@ def test_the_rank_that_comes_last(tmp_path: Path) -> None:
         assert "attention" not in text and f"  last        {told}" in text
 
 
+def test_the_rank_for_which_the_others_wait(tmp_path: Path) -> None:
+    """What is written there may be a hostile name of a collective."""
+    found = {"ranks": [1], "text": "rank 1 has not entered x\x1b #7"}
+    lines = plain(run_page(viewed(tmp_path, awaited=found))).splitlines()
+    assert "  attention: rank 1 has not entered x\\x1b #7" in lines
+
+
 def test_a_running_run(tmp_path: Path) -> None:
     view = viewed(
         tmp_path,

@@ -44,6 +44,8 @@ def test_silent_and_late_ranks() -> None:
     """More than half of the hang timeout; the last at the collectives, while the run goes on."""
     workers = [worker(0, silent_s=6.0), worker(1), worker(2)]
     said = summary(3, ["a"], progress={"limit_s": 10.0}, lateness={"slow": 2})
+    awaited = nodes({**summary(3, ["a"]), "awaited": {"ranks": [1]}}, workers)[0].ranks
+    assert [(level, rank) for level, rank, _ in awaited] == [(1, 1), (0, 0), (0, 2)]
     assert [(level, rank) for level, rank, _ in nodes(said, workers)[0].ranks] == [
         (2, 0),
         (1, 2),

@@ -181,7 +181,7 @@ def find(
         late: ranks that are known to have stood still for long: only such ones are named because
             they wait for nobody.
     """
-    if (found := _differing(places, now)) is not None:
+    if (found := _differing(places, now, least)) is not None:
         return found
     waits = [wait for wait in _waits(places) if now - wait.call.at >= least]
     behind = [wait for wait in waits if wait.missing]
@@ -286,14 +286,14 @@ def _standing(
 # ── what is found ────────────────────────────────────────────────────────────────────────────────
 
 
-def _differing(places: Mapping[int, RankPlace], now: float) -> Culprit | None:
+def _differing(places: Mapping[int, RankPlace], now: float, least: float) -> Culprit | None:
     """Return the first collective of a group that two ranks entered differently, if any waits."""
     by_number: dict[tuple[str, int, int], dict[int, CollectiveCall]] = {}
     waiting: dict[tuple[str, int], int] = {}
     for rank, group, place in _memberships(places):
         for call in place.calls:
             by_number.setdefault((group, place.times, call.number), {})[rank] = call
-            if call.waits:
+            if call.waits and now - call.at >= least:
                 most = waiting.get((group, place.times), call.number)
                 waiting[group, place.times] = max(most, call.number)
     for (group, times, number), calls in sorted(by_number.items()):

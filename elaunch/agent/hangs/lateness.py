@@ -1,4 +1,4 @@
-"""Which rank comes last to the collectives, and how much later than the others of its node.
+"""Which rank comes last to the collectives, how much later, and for which one the others wait now.
 
 torch's records of the workers say when each has entered its newest collectives; they are all of one
 machine, so that their clock is one. The workers are asked when somebody looks (ANSWERED_S apart, at
@@ -14,6 +14,9 @@ slow         the rank that is last in two of three of LEAST_CALLS or more, if so
 ===========  =======================================================================================
 
 A collective counts once all ranks of the node that take part have entered it.
+
+Where a rank has waited for AWAITED_S, the thread asks all nodes, and for stacks, too, for which one
+they wait. The record says that, and after TOLD_S the log, once in a round. Nothing ends for it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from elaunch.agent.hangs.collectives import RankPlace
-from elaunch.runs.record import LatenessRecord
+from elaunch.agent.hangs import collectives
+from elaunch.agent.hangs.collectives import Culprit, RankPlace
+from elaunch.runs.record import AwaitedRecord, LatenessRecord
 
 WINDOW_S: Final = 300.0
 FIRST_S: Final = 5.0
@@ -37,6 +41,8 @@ ANSWERED_S: Final = 5.0
 LEAST_CALLS: Final = 20
 MOST_OFTEN: Final = 2 / 3
 HELD: Final = 0.05
+AWAITED_S: Final = 30.0
+TOLD_S: Final = 300.0
 JOIN_S: Final = 2.0
 
 log = logging.getLogger("elaunch")
@@ -60,6 +66,8 @@ class Lateness:
 
     Args:
         places: returns where the workers of this node are; it may take a second.
+        everywhere: returns where the workers of all nodes are, if any waits here; it may take
+            seconds.
         why: returns what may make a rank slow since the round began, or "".
         asked: called by the thread when it has asked.
     """
@@ -67,13 +75,18 @@ class Lateness:
     def __init__(
         self,
         places: Callable[[], Mapping[int, RankPlace]],
+        everywhere: Callable[[], Mapping[int, RankPlace]] = dict,
         why: Callable[[int], str] = lambda _: "",
         asked: Callable[[], None] = lambda: None,
     ) -> None:
         self._places = places
+        self._everywhere = everywhere
         self._why = why
         self._asked = asked
         self._found: LatenessRecord | None = None
+        self._own: Mapping[int, RankPlace] = {}
+        self._all: Mapping[int, RankPlace] = {}
+        self._told = False
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._arrivals: dict[Key, LastArrival] = {}
@@ -96,6 +109,8 @@ class Lateness:
         """Forget the round before."""
         with self._lock:
             self._arrivals, self._round, self._found = {}, self._round + 1, None
+            self._own = self._all = {}
+            self._told = False
 
     def record(self, ask: bool) -> LatenessRecord | None:
         """Return what is known, None where nothing is; ``ask`` the workers, if that is too old."""
@@ -103,12 +118,27 @@ class Lateness:
             self._ask()
         return self._found
 
+    def awaited(self) -> AwaitedRecord | None:
+        """Return for which rank the others have waited for long, by the newest answers."""
+        found = self._culprit(AWAITED_S)
+        return None if found is None else {"ranks": list(found.ranks), "text": found.sentence}
+
+    def _culprit(self, least: float) -> Culprit | None:
+        now = time.time()
+        with self._lock:
+            waits, everyone = _waits(self._own, now - least), self._all
+        # What all have answered is older: these may have gone on, and wait in another by now.
+        if not waits or not waits <= _waits(everyone, now - least):
+            return None
+        return collectives.find(everyone, now, least=least)
+
     def _run(self) -> None:
         pause = FIRST_S
         try:
             while not self._closing.wait(pause):
                 began = time.thread_time()
                 self._ask()
+                self._ask_everywhere()
                 self._asked()
                 pause = max(EVERY_S, SPARING * (time.thread_time() - began))
         except Exception:
@@ -118,12 +148,23 @@ class Lateness:
         with self._asking:
             if time.monotonic() - self._asked_at < ANSWERED_S:
                 return
-            number = self._round
-            found = arrivals(self._places())
+            number, places = self._round, self._places()
+            found = arrivals(places)
             self._asked_at = time.monotonic()
             with self._lock:
                 if number == self._round:
+                    self._own = places
                     self._take(found)
+
+    def _ask_everywhere(self) -> None:
+        """Ask all nodes for whom ranks wait that have waited for long; log it, once in a round."""
+        number, since = self._round, time.time() - AWAITED_S
+        places = self._everywhere() if _waits(self._own, since) else {}
+        with self._lock:
+            self._all = places if number == self._round else {}
+        if not self._told and (found := self._culprit(TOLD_S)) is not None:
+            self._told = True
+            log.warning("%s; `elaunch stacks` shows where they are", found.sentence)
 
     def _take(self, found: Mapping[Key, LastArrival]) -> None:
         since = max((one.at for one in found.values()), default=0.0) - WINDOW_S
@@ -132,6 +173,12 @@ class Lateness:
         self._found = summary(self._arrivals.values())
         if self._found is not None and (slow := self._found["slow"]) is not None:
             self._found["why"] = self._why(slow)
+
+
+def _waits(places: Mapping[int, RankPlace], since: float) -> set[tuple[int, str]]:
+    """Return which ranks have waited since then or longer, with what each waits in."""
+    waits = ((rank, call) for rank, place in places.items() for call in place.awaited)
+    return {(rank, str(call)) for rank, call in waits if call.at <= since}
 
 
 def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, LastArrival]:

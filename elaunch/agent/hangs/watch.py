@@ -31,7 +31,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.config import Settings
-from elaunch.runs.record import LatenessRecord, LoaderRecord, ProgressRecord
+from elaunch.runs.record import AwaitedRecord, LatenessRecord, LoaderRecord, ProgressRecord
 from elaunch.wire.control import debug_socket
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class HangWatch:
         self._hindered = processes.hindrances()
         news: Callable[[], None] = partial(post, events.RanksAsked()) if several else lambda: None
         self._loaders = LoaderActivity()
-        self._lateness = Lateness(self._seen, self._why, news)
+        self._lateness = Lateness(self._seen, self._everywhere, self._why, news)
         self._blind = partial(_are_blind, settings, links)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
@@ -198,6 +198,16 @@ class HangWatch:
     def _seen(self) -> Mapping[int, RankPlace]:
         pids, places = self._now()
         self._loaders.look(pids.values())
+        return self._with_outside(pids, places) if places else places
+
+    def _with_outside(
+        self, pids: Mapping[int, int], found: Mapping[int, RankPlace]
+    ) -> dict[int, RankPlace]:
+        """Return the places, with workers that have made no process group, or are stopped."""
+        places = {**found}
+        for rank in () if self._blind() else pids.keys() - found.keys():
+            rests = stacks.at_rest(pids[rank])
+            places[rank] = RankPlace(problem=rests, stopped=bool(rests)) if rests else OUTSIDE
         return places
 
     def loaders(self, slots: int) -> LoaderRecord | None:
@@ -212,6 +222,17 @@ class HangWatch:
         """Return which rank comes last to the collectives; any thread may ``ask`` the workers."""
         return self._lateness.record(ask)
 
+    def awaited(self) -> AwaitedRecord | None:
+        """Return for which rank the others have waited for long; any thread may ask.
+
+        Or that the server rests: it starts no worker and reports no end of one.
+        """
+        pid = self._group.server.pid
+        if pid and stacks.at_rest(pid) == stacks.STOPPED:
+            text = f"the server that starts the workers (pid {pid}) does nothing: {stacks.STOPPED}"
+            return {"ranks": [], "text": text}
+        return self._lateness.awaited()
+
     def meet(self, others: OtherNodes) -> None:
         """Ask the other nodes' agents, too, from now on."""
         self._others = others
@@ -225,13 +246,23 @@ class HangWatch:
         if begun is None or begun.round != round_number:
             return {}
         pids, found = self._now()
-        places = {**found}
-        for rank in () if self._blind() else pids.keys() - found.keys():
-            rests = stacks.at_rest(pids[rank])
-            places[rank] = RankPlace(problem=rests, stopped=bool(rests)) if rests else OUTSIDE
+        places = self._with_outside(pids, found)
         if not waited and not _any_waits(places):
             return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
+
+    def _everywhere(self) -> Mapping[int, RankPlace]:
+        """Return where the ranks of all nodes are, which takes seconds.
+
+        Sends and receives, of which only the stacks show that a rank waits in one, count, too.
+        """
+        begun = self._begun
+        if begun is None:
+            return {}
+        places = dict(self.places(begun.round, True))
+        if self._others is not None:
+            places |= self._others.places(begun, True)
+        return places
 
     def _explain(self, found: HangVerdict) -> HangVerdict | None:
         """Name the rank that has not entered a collective in which others wait, if there is one.
@@ -243,10 +274,7 @@ class HangWatch:
         begun = self._begun
         if begun is None or time.monotonic() < self._ask_again:
             return None
-        # Sends and receives, of which only the stacks show that a rank waits in one, count, too.
-        places = dict(self.places(begun.round, True))
-        if self._others is not None:
-            places |= self._others.places(begun, True)
+        places = self._everywhere()
         own = [place for rank, place in places.items() if rank in found.ranks]
         now, pause = time.time(), 0.0
         if found.source == "collectives":

@@ -38,6 +38,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import note_start
 from elaunch.runs.record import (
     FINAL_STATES,
+    AwaitedRecord,
     CheckpointRecord,
     LatenessRecord,
     NodeRecord,
@@ -89,6 +90,7 @@ class StatusRecord:
         self._saves: Callable[[], SavesRecord | None] = lambda: None
         self._name: Callable[[], str] = lambda: ""
         self.pages: Callable[[], str] = lambda: ""
+        self.awaited: Callable[[], AwaitedRecord | None] = lambda: None
         self._timing: Callable[[], TimingRecord | None] = lambda: None
         self._lateness: Callable[[bool], LatenessRecord | None] = lambda _: None
 
@@ -127,7 +129,7 @@ class StatusRecord:
         if ask:
             now["nodes"] = _nodes(self._nodes) or None
         if published["state"] not in FINAL_STATES:
-            now["timing"] = self._timing()
+            now["timing"], now["awaited"] = self._timing(), self.awaited()
             self._note_lasted(published)
         return published | {name: found for name, found in now.items() if found is not None}
 

@@ -39,7 +39,7 @@ MOST_TITLE: Final = 300
 
 _AGENT: Final = {
     "silent": "The agent does not answer; this is what it wrote last.",
-    "stopped": "The agent is suspended by a signal; `kill -CONT` of its pid resumes it.",
+    "stopped": "The agent is suspended by a signal or a debugger; `kill -CONT PID` resumes it.",
     "elsewhere": "The agent runs on another machine; this is what it wrote last.",
 }
 
@@ -183,6 +183,8 @@ def attention(
     if live and document["agent"]["condition"] in _AGENT:
         yield _item("warn", _AGENT[document["agent"]["condition"]])
     if live:
+        if awaited := document.get("awaited"):
+            yield _item("warn", awaited["text"], "", "stacks")
         yield from _standing_still(document.get("progress") or {}, workers)
         if (lateness := document.get("lateness")) and lateness["slow"] is not None:
             yield _item("warn", verdict.late_text(verdict.last_rank(lateness)))

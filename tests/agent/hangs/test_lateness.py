@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -103,6 +104,51 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept is not None and kept["collectives"] == 10
     late.begin()
     assert late.record(ask=False) is None
+
+
+def waiting(number: int, seconds: float) -> RankPlace:
+    """Return a rank that has waited in a collective of the default group for so long."""
+    call = CollectiveCall(number, "all_reduce", at=time.time() - seconds, waits=True)
+    return RankPlace({"0": GroupPlace(EVERYONE, calls=(call,))})
+
+
+def test_for_which_rank_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After half a minute all nodes are asked; it is said until those here go on, logged once."""
+    monkeypatch.setattr(lateness, "ANSWERED_S", 0.0)
+    outside, asked = rank({6: 1.0}), list[int]()
+    own = {0: waiting(7, 20.0), 1: waiting(7, 20.0)}
+    elsewhere = {2: waiting(7, 400.0), 3: outside}
+
+    def everywhere() -> Mapping[int, RankPlace]:
+        asked.append(1)
+        return {**own, **elsewhere}
+
+    late = Lateness(lambda: own, everywhere)
+
+    def look() -> str:
+        late._ask()
+        late._ask_everywhere()
+        found = late.awaited()
+        return "" if found is None else f"{found['ranks']} {found['text']}"
+
+    assert not look() and not asked
+    own[0], own[1] = waiting(7, 40.0), waiting(7, 20.0)
+    said = "[3] rank 3 has not entered all_reduce #7; ranks 0-2 wait there since 20 s"
+    assert look() == said and asked and not caplog.text
+    own[0] = own[1] = waiting(7, 301.0)
+    for _ in range(2):
+        assert look() == said.replace("20 s", "5m 01s")
+    assert caplog.text.count("rank 3 has not entered all_reduce #7; ranks 0-2 wait there") == 1
+    # They have gone on, and wait for another; the others have not been asked since.
+    own[0] = own[1] = waiting(9, 40.0)
+    late.record(ask=True)
+    assert late.awaited() is None
+    own[0] = own[1] = waiting(9, 5.0)
+    assert not look()
+    late.begin()
+    assert late.awaited() is None
 
 
 def test_it_asks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

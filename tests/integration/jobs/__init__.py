@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ACT = Path(__file__).with_name("act.py")
+ATTENTIVE = Path(__file__).with_name("attentive.py")
 COLLECTIVE = Path(__file__).with_name("collective.py")
 PROGRESS = Path(__file__).with_name("progress.py")
 UNUSUAL = Path(__file__).with_name("unusual.py")
