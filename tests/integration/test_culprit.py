@@ -66,7 +66,9 @@ def test_a_person_sees_for_which_rank_the_others_wait(
     words = ["run", *flags, str(UNUSUAL), "absent", "1", "0", "60"]
     job = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
     said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
-    job.wait_for_line(rf"^elaunch \S+ {said}.*; `elaunch stacks` shows where they are$", "stderr")
+    job.wait_for_line(
+        rf"^elaunch \S+ {said}.*; `elaunch stacks` shows where they are$", stream="stderr"
+    )
     found = json.loads(elaunch.run(["status", "first", "--json"]).stdout)
     assert found["awaited"]["ranks"] == [1] and found["awaited"]["text"].startswith(said)
     assert f"\n  attention: {said}" in elaunch.run(["status", "first"]).stdout
