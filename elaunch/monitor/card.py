@@ -38,7 +38,8 @@ class Card:
         """The round with its cause in one line."""
         found = self.document or {}
         code = f" ({found['code']})" if found.get("code") else ""
-        return one_line(f"round {self.round}: {found.get('summary') or self.problem}{code}"[:500])
+        told = found.get("headline") or found.get("summary") or self.problem
+        return one_line(f"round {self.round}: {told}{code}"[:500])
 
 
 @dataclass(frozen=True)

@@ -353,8 +353,19 @@ def failure_lines(failure: Mapping[str, Any]) -> Iterator[str]:
             f"rank {first['rank']} (local_rank {first['local_rank']}, pid {first['pid']}) "
             f"on {failure.get('host')} {first['ended']}, {when}"
         )
-    for key in ("message", "explanation"):
-        yield from str(first.get(key) or "").splitlines()[:SHOWN_MESSAGE_LINES]
+    for text in (first.get("message"), explanation_of(failure)):
+        yield from str(text or "").splitlines()[:SHOWN_MESSAGE_LINES]
+
+
+def explanation_of(failure: Mapping[str, Any]) -> object:
+    """Return what explains the first failure; of a victim whose culprit is known not whom to seek.
+
+    As the report does (elaunch.agent.failure.report).
+    """
+    first, accused = parts_of(failure.get("first")), failure.get("culprit_ranks")
+    if failure.get("likely_victim") and accused and first.get("rank") not in accused:
+        return "It is a victim of that."
+    return failure.get("explanation") or first.get("explanation")
 
 
 def _hang(hang: Mapping[str, Any]) -> Iterator[str]:

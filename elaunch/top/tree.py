@@ -87,7 +87,9 @@ def _levels(summary: Mapping[str, Any], workers: list[Worker]) -> dict[int, int]
     if slow is not None and summary.get("live"):
         levels[slow] = 1
     bad = (worker for worker in workers if worker["state"] in ("FAILED", "GONE"))
-    return levels | {worker["rank"]: 2 for worker in (*silent, *bad)}
+    failed = (one for one in summary.get("failures", ()) if one["round"] == summary["round"])
+    blamed = (rank for one in failed for rank in one["ranks"])
+    return levels | dict.fromkeys((*(worker["rank"] for worker in (*silent, *bad)), *blamed), 2)
 
 
 def rows(

@@ -149,6 +149,8 @@ def test_a_worker_that_ends_while_the_server_is_stopped(elaunch: Launcher, place
     pid, _ = wait_for_workers(running)
     os.kill(server_of(running), signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
+    said = elaunch.run(["top", "--json"]).stdout
+    assert '"title": "the server that starts the workers (pid ' in said
     done = running.wait()
     assert "has been stopped by a signal (SIGSTOP) for 20 s, so that no end of a" in done.stderr
     assert done.returncode == 137
@@ -337,7 +339,7 @@ def test_sigterm_while_the_server_imports(elaunch: Launcher, place: Path) -> Non
     running.send_signal(signal.SIGTERM)
     done = running.wait()
     assert done.returncode == 143
-    assert agent_lines(done.stderr)[-1] == "round 0: stopped by SIGTERM"
+    assert "round 0: stopped by SIGTERM" in agent_lines(done.stderr)
 
 
 @pytest.mark.executed
@@ -348,7 +350,8 @@ def test_sigterm_while_the_devices_are_counted(elaunch: Launcher) -> None:
     wait_until(lambda: len(elaunch.leftovers()) >= 3, what="the counting process runs")
     running.send_signal(signal.SIGTERM)
     done = running.wait()
-    assert (done.returncode, agent_lines(done.stderr)[-1]) == (143, "round 0: stopped by SIGTERM")
+    assert done.returncode == 143
+    assert "round 0: stopped by SIGTERM" in agent_lines(done.stderr)
     assert '"STOPPED"' in elaunch.run(["status", "--json", "counting"]).stdout
 
 

@@ -54,6 +54,14 @@ def test_silent_and_late_ranks() -> None:
     assert nodes({**said, "live": False, "progress": None}, workers)[0].level == 0
 
 
+def test_the_rank_to_blame_is_marked() -> None:
+    """It may have ended with 0, or was stopped in a hang; in the round that is shown only."""
+    workers = [worker(0, "STOPPED"), worker(1, "SUCCEEDED"), worker(2, "FAILED")]
+    for number, levels in ((3, [(2, 1), (2, 2), (0, 0)]), (2, [(2, 2), (0, 0), (0, 1)])):
+        said = summary(3, ["a"], round=3, failures=[{"round": number, "ranks": [1]}])
+        assert [(level, rank) for level, rank, _ in nodes(said, workers)[0].ranks] == levels
+
+
 def test_a_filter_shows_ranks_with_their_nodes() -> None:
     """By rank, state or host, in any case; a node that is named keeps all its ranks."""
     workers = [worker(k, "FAILED" if k == 1 else "RUNNING") for k in range(4)]

@@ -14,7 +14,7 @@ from elaunch.errors import RunDirError
 from elaunch.monitor import card
 from elaunch.monitor.document import run_document
 from elaunch.monitor.nodeviews import RemoteWorkers
-from elaunch.monitor.runpage import failure_lines, parts_of
+from elaunch.monitor.runpage import explanation_of, failure_lines, parts_of
 from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
@@ -138,12 +138,13 @@ def _short(found: card.Card) -> dict[str, Any]:
         or found.problem,
         "ended": _text(document.get("summary")),
         "message": _text(parts_of(document.get("first")).get("message")),
-        "explanation": _text(document.get("explanation")),
+        "explanation": _text(explanation_of(document)),
         "code": _text(document.get("code")),
         "host": _text(document.get("host")),
         "at_step": document.get("at_step"),
         "steps_lost": document.get("steps_lost"),
         "hang": bool(document.get("hang")),
+        "ranks": document.get("culprit_ranks") or [],
         "lines": list(failure_lines(document))[:5] if document else [],
     }
 
@@ -208,7 +209,8 @@ def _ended_badly(
         title, message = failure["summary"], failure["message"].partition("\n")[0]
         if title == failure["ended"] and message:
             title = f"{title}: {message}"[:MOST_TITLE]
-        reason = (document["reason"] or "").removeprefix(f"{failure['ended']}; ")
+        _, found, rest = (document["reason"] or "").rpartition(failure["ended"])
+        reason = rest.lstrip("); ") if found else rest
         rest = [failure["explanation"], reason, *failure["lines"]]
         more = "\n".join(dict.fromkeys(text for text in rest if text and text not in title))
         yield _item("bad", title, more, "failures")
