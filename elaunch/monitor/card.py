@@ -125,7 +125,7 @@ def _in_record(standing: Standing) -> Card | None:
     number = found.get("round") if found else None
     if found is None or not isinstance(number, int):
         return None
-    text = block("\n".join(failure_lines(found)))
+    text = block("\n".join([str(found.get("headline") or ""), *failure_lines(found)]).strip())
     return Card(number, found, text, "its report is not there; this is what the record has of it")
 
 

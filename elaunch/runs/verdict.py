@@ -123,13 +123,14 @@ def facts(record: Record) -> Iterator[tuple[str, str]]:
     if timing is None or not timing["slots"] or timing["wall_s"] <= 0:
         return
     late = None if lateness is None else late_rank(lateness)
+    before = timing["wall_s"] - record.get("lasted_s", timing["wall_s"])
     if job is not None:
         for name in ("slots", "wall_s", "seconds", "slowest"):
             timing = cast("TimingRecord", timing | {name: job[name]})
         late = job["late"]
     nodes = 1 if job is None else job["nodes"]
     alone = job is None and record.get("node_count", 1) > 1
-    yield "goodput", _goodput(timing, nodes, " of this node alone" if alone else "")
+    yield "goodput", _goodput(timing, nodes, " of this node alone" if alone else "", before)
     yield "recoveries", _recoveries(record)
     yield "slowest rank", _slowest(timing, late, nodes)
     yield "advice", _advice(record, timing, late)
@@ -208,7 +209,7 @@ def _headline(record: Record) -> str:
     return one_line(record["reason"] or "")
 
 
-def _goodput(timing: TimingRecord, nodes: int, of: str = "") -> str:
+def _goodput(timing: TimingRecord, nodes: int, of: str = "", before: float = 0.0) -> str:
     wall = timing["wall_s"]
     others = {name: s for name, s in timing["seconds"].items() if name != "train"}
     named = [
@@ -217,7 +218,8 @@ def _goodput(timing: TimingRecord, nodes: int, of: str = "") -> str:
         if seconds >= LEAST * wall
     ][:SHOWN]
     slots = count(timing["slots"], "slot") + (f" of {count(nodes)}" if nodes > 1 else of)
-    text = f"{_percent(goodput(timing))} of {duration(wall)} on {slots} is train"
+    earlier = f" ({duration(before)} in earlier starts)" if before > WORTH * wall else ""
+    text = f"{_percent(goodput(timing))} of {duration(wall)}{earlier} on {slots} is train"
     text += f"; {', '.join(named)}" if named else ""
     unknown = _UNKNOWN.get(timing["reports"])
     return f"{text} ({unknown})" if unknown else text
@@ -281,9 +283,10 @@ def _advice(record: Record, timing: TimingRecord, late: LateRecord | None) -> st
 
 def _advice_on_failure(record: Record, timing: TimingRecord) -> str:
     """Return what a run needs before anything else that its workers' failures have ended."""
-    failures, rounds = timing["failures"], len(record["history"]) + record.get("rounds_left_out", 0)
-    if record["state"] != "FAILED" or not failures:
+    rounds = len(record["history"]) + record.get("rounds_left_out", 0)
+    if record["state"] != "FAILED" or not timing["failures"]:
         return ""
+    failures = record["restarts"]["used"] + 1  # of this start of the run
     of = "its only round" if rounds == 1 else f"{failures} of {rounds} rounds"
     return f"mend the cause first: {of} failed, see `elaunch why {one_line(record['run_id'])}`"
 

@@ -111,6 +111,16 @@ def test_the_advice_names_what_costs_most(held: float, advice: str) -> None:
     assert facts["advice"] == advice
 
 
+def test_the_time_of_earlier_starts_of_the_run_is_told() -> None:
+    """What the run's own time is stands in its result."""
+    facts = dict(verdict.facts(ended(100.0, lasted_s=60.0)))
+    assert facts["goodput"].startswith(
+        "90.0 % of 1m 40s (40 s in earlier starts) on 4 slots is train"
+    )
+    facts = dict(verdict.facts(ended(100.0, lasted_s=99.9)))
+    assert facts["goodput"].startswith("90.0 % of 1m 40s on 4 slots is train")
+
+
 def test_a_slow_rank_counts_for_the_time_in_which_it_was_seen() -> None:
     """Not for all of a run that it held up in its last minute."""
     facts = dict(verdict.facts(ended(1000.0, lateness=late(0.9, 60.0))))
@@ -129,7 +139,8 @@ def test_a_run_that_its_workers_have_failed(rounds: int, failures: int, advice: 
     """No class of time matters before that; one that lost its store has no such cause."""
     record = ended(100.0, rounds, state="FAILED")
     assert record["timing"] is not None
-    record["timing"]["failures"] = failures
+    record["timing"]["failures"] = 2 * failures  # with those of an earlier start
+    record["restarts"]["used"] = failures - 1
     assert dict(verdict.facts(record))["advice"] == advice
 
 

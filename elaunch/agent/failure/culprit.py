@@ -113,8 +113,17 @@ def _explains(seen: Culprit, first: Failure) -> bool:
     return seen.kind == "ended" or first.explanation.code not in _CLOSED
 
 
+def _has_lost(failure: Failure) -> bool:
+    """Whether the last lines of a rank say that it has lost another, however it has ended."""
+    return explain(failure.exit._replace(exitcode=1), "\n".join(failure.tail)).victim
+
+
 def _lost(made: FailureReport, ended: Collection[int], size: int) -> Culprit | None:
     """Return who has ended with 0 while others went on, or who went on alone."""
+    leaving = set(() if made.scene is None else made.scene.leaving)
+    # One whose interpreter ended before it was signalled has come to its own end.
+    done = (one for one in made.stopped if not (one.exit.exitcode or _has_lost(one)))
+    ended = {*ended, *({one.exit.rank for one in done} & leaving)}
     if not ended or not size or made.code != "E-PEER-LOST":
         return None
     # Those that were stopped have failed as well if they had raised, or ended by themselves.
@@ -127,7 +136,7 @@ def _lost(made: FailureReport, ended: Collection[int], size: int) -> Culprit | N
     have, them = ("has", "it") if len(ended) == 1 else ("have", "them")
     gone = f"{text.ranks(sorted(ended))} {have} ended with 0"
     # One that was stopped as its interpreter ended may have been done, too.
-    leaving = set(() if made.scene is None else made.scene.leaving) - set(went_on)
+    leaving -= {*went_on, *ended}
     if len(went_on) > successful + len(leaving):
         return Culprit(tuple(sorted(ended)), f"{gone}, and the others have lost {them}")
     have = "has" if len(went_on) == 1 else "have"

@@ -150,6 +150,23 @@ TABLE = {
         (),
         Culprit((1,), "rank 1 has ended with 0, and the others have lost it"),
     ),
+    "which has ended, though it was signalled meanwhile": (
+        (end(0, 1, LOST), end(1, -15, stopped=True), end(2, 1, LOST), end(3, 0, stopped=True)),
+        (),
+        (1,),
+        Culprit((3,), "rank 3 has ended with 0, and the others have lost it"),
+    ),
+    "which has ended as well since it had lost another": (
+        (
+            end(0, 1, LOST),
+            end(1, -15, stopped=True),
+            end(2, 1, LOST),
+            end(3, 0, LOST, stopped=True),
+        ),
+        (),
+        (1,),
+        None,
+    ),
     "most have ended": (
         (end(0, 1, LOST),),
         (1,),
