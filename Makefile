@@ -43,8 +43,12 @@ test: $(STAMP)
 	scripts/setup-system.sh
 	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
 	$(BIN)/python -m compileall -q elaunch
-	$(PYTEST) --strict-machine -m "not trial"
-	$(BIN)/python scripts/newest.py -q
+	# Beside the newest torch's part, which is shown at the end: half of the time tests wait.
+	mkdir -p build
+	$(BIN)/python scripts/newest.py -q >build/newest.log 2>&1 & newest=$$!; \
+	trap 'kill $$newest; exit 130' INT TERM; \
+	$(PYTEST) --strict-machine -m "not trial"; code=$$?; \
+	wait $$newest || code=$$?; cat build/newest.log; exit $$code
 
 trials: $(STAMP)
 	scripts/setup-system.sh --trials
