@@ -290,15 +290,18 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         machine: netns.Machine | None = None,
+        spaces: Sequence[str] = (),
     ) -> Running:
         """Start any command (torchrun, nohup elaunch …) under the same rules, here or on a machine.
 
-        A program of this very Python is forked as ``elaunch run`` is.
+        A program of this very Python is forked as ``elaunch run`` is; it alone can be put into
+        ``spaces``, paths of namespaces.
         """
         words = [os.fspath(word) for word in argv]
         everything = self.env | dict(env or {})
         plain = words[0] == sys.executable and (words[1] in ("-m", "-c") or words[1][:1] != "-")
-        return self._begin(words, everything, cwd or self.directory, machine, may_fork=plain)
+        where = cwd or self.directory
+        return self._begin(words, everything, where, machine, may_fork=plain, spaces=spaces)
 
     def _begin(
         self,
@@ -308,12 +311,14 @@ class Launcher:
         machine: netns.Machine | None = None,
         *,
         may_fork: bool = False,
+        spaces: Sequence[str] = (),
     ) -> Running:
         if self._forks and may_fork and warm.can_start(env):
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            spaces = machine.namespaces() if machine else ()
+            spaces = machine.namespaces() if machine else spaces
             process = warm.Popen(argv, env, cwd, spaces, stdin=subprocess.DEVNULL, **pipes)
         else:
+            assert not spaces
             prefix = machine.prefix(cwd) if machine else []
             process = _executed([*prefix, *argv], env, cwd)
         running = Running(process)

@@ -68,7 +68,7 @@ class Job:
         fault: see ``checkpoint_fault``; none if empty.
         words: more for the script.
         flags: more for elaunch.
-        prefix: a command that runs the agent.
+        spaces: paths of the namespaces that the agents are in.
         port: (several nodes) where they meet; found when it is needed.
         min_nodes: (several nodes) how few may go on; 0: all.
         host_last: (several nodes) node 0, which hosts the store, has the last ranks, not the first.
@@ -85,7 +85,7 @@ class Job:
     fault: dict[str, Any] = field(default_factory=dict)
     words: Sequence[str] = ()
     flags: Sequence[str] = ()
-    prefix: Sequence[str | Path] = ()
+    spaces: Sequence[str] = ()
     port: int = 0
     min_nodes: int = 0
     host_last: bool = False
@@ -136,8 +136,8 @@ class Job:
         python: list[str | Path] = [sys.executable, AGENT, self.directory / f"agent.{node}"]
         if self.rate:
             python[1:2] = [SLOW, str(self.rate)]
-        argv = [*self.prefix, *python, "run", *flags, *script, *self.words, *more]
-        return self.launcher.start_command(argv, env=env)
+        argv = [*python, "run", *flags, *script, *self.words, *more]
+        return self.launcher.start_command(argv, env=env, spaces=self.spaces)
 
     def run(self, *more: str) -> Running:
         """Run the job of one agent to its end, which is a good one."""

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGCONT
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SIZE = 2_000_000
 """Bytes of the training's checkpoints with WIDE."""
 WIDE = "wide=400"
+SmallDisk = Callable[[Job, int], Path]
 
 
 @pytest.fixture(scope="module")
@@ -201,25 +203,35 @@ def test_a_node_that_was_frozen_in_its_commit(elaunch: Launcher, step: str) -> N
 # ── a full disk ──────────────────────────────────────────────────────────────────────────────────
 
 
-def on_small_disk(job: Job, size: int) -> Path:
-    """Give a job a disk of so many bytes for its checkpoints; return where they are afterwards."""
+@pytest.fixture
+def small_disk(elaunch: Launcher) -> Iterator[SmallDisk]:
+    """Give a job a disk of so many bytes for its checkpoints; return where this process sees it.
+
+    It is mounted in a namespace, which a process holds that waits for the test's end.
+    """
     programs.needed("unshare", "mount")
-    mount = f"mount -t tmpfs -o size={size} tmpfs {job.saves}"
-    tried = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount], capture_output=True, timeout=60, check=False
-    )
-    programs.allowed(tried.stderr.decode() if tried.returncode else None)
-    copied = job.home / "copied"
-    script = f'{mount} && {{ "$@"; code=$?; cp -a {job.saves} {copied}; exit $code; }}'
-    job.prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
-    return copied
+    with ExitStack() as holders:
+
+        def mount(job: Job, size: int) -> Path:
+            line = f"mount -t tmpfs -o size={size} tmpfs {job.saves} && echo && exec cat"
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            holder = subprocess.Popen(["unshare", "--mount", "sh", "-c", line], **pipes)
+            holders.enter_context(holder)
+            holders.callback(holder.kill)
+            assert holder.stdout is not None and holder.stderr is not None
+            mounted = holder.stdout.readline() == b"\n"
+            programs.allowed(None if mounted else holder.stderr.read().decode())
+            job.spaces = (f"/proc/{holder.pid}/ns/mnt",)
+            return Path(f"/proc/{holder.pid}/root{job.saves}")
+
+        yield mount
 
 
 @pytest.mark.trial
-def test_a_full_disk_is_cleared_by_retention(elaunch: Launcher) -> None:
+def test_a_full_disk_is_cleared_by_retention(elaunch: Launcher, small_disk: SmallDisk) -> None:
     """There is room for three and a half, three are kept: the oldest goes before the fourth."""
     job = Job(elaunch, "job", "aside", steps=10, words=[WIDE, "keep=3"])
-    saves = on_small_disk(job, int(3.5 * SIZE))
+    saves = small_disk(job, int(3.5 * SIZE))
     job.run()
     assert job.noted("refused") == []
     job.saves = saves
@@ -227,10 +239,10 @@ def test_a_full_disk_is_cleared_by_retention(elaunch: Launcher) -> None:
     assert job.listed()[0].size > SIZE * 0.9
 
 
-def test_a_full_disk_that_nothing_frees(elaunch: Launcher) -> None:
+def test_a_full_disk_that_nothing_frees(elaunch: Launcher, small_disk: SmallDisk) -> None:
     """Those saves fail, with the reason; the training goes on, what is there is whole."""
     job = Job(elaunch, "job", "save", steps=10, words=[WIDE, "keep=0", "calm"])
-    saves = on_small_disk(job, int(3.5 * SIZE))
+    saves = small_disk(job, int(3.5 * SIZE))
     job.run()
     refused = job.noted("refused")
     assert {(rank, line["step"]) for rank, line in refused} == {(0, 8), (0, 10), (1, 8), (1, 10)}
@@ -242,10 +254,10 @@ def test_a_full_disk_that_nothing_frees(elaunch: Launcher) -> None:
 
 
 @pytest.mark.trial
-def test_a_full_disk_in_the_block_of_a_script(elaunch: Launcher) -> None:
+def test_a_full_disk_in_the_block_of_a_script(elaunch: Launcher, small_disk: SmallDisk) -> None:
     """What a script has begun to write itself cannot be written again by anyone else."""
     job = act(elaunch, "calm=2,600000", "calm=4,600000", "calm=6,100", "load")
-    saves = on_small_disk(job, 1_800_000)
+    saves = small_disk(job, 1_800_000)
     running = job.run()
     refused = [line for line in lines(running) if line.startswith("refused")]
     assert all(line.startswith("refused 4: ") for line in refused) and refused, lines(running)

@@ -13,7 +13,8 @@ import pytest
 
 from tests.launching import Launcher, wait_until
 
-pytestmark = pytest.mark.executed  # the agent in the background is a fork of the command
+detaches = pytest.mark.executed
+"""The agent in the background is a fork of the command."""
 
 SCRIPT = """
 import os, sys, time
@@ -50,6 +51,7 @@ def is_up(elaunch: Launcher, run: str, ranks: int) -> None:
     shown.end()
 
 
+@detaches
 @pytest.mark.slow
 def test_it_outlives_its_shell_and_is_found_by_name(
     elaunch: Launcher, tmp_path: Path, script: list[str | Path]
@@ -76,6 +78,7 @@ def test_it_outlives_its_shell_and_is_found_by_name(
     assert status(elaunch, "back")["state"] == "COMPLETED"
 
 
+@detaches
 @pytest.mark.slow
 def test_stop_ends_a_run_by_its_name(elaunch: Launcher, script: list[str | Path]) -> None:
     """It waits for the end; of a run that is over it says so."""
@@ -132,6 +135,7 @@ def test_the_logs_of_one_rank_are_its_bytes(
         assert wrong.returncode == 2 and message in wrong.stderr
 
 
+@detaches
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "environ", "message"),

@@ -23,7 +23,7 @@ import pytest
 from elaunch.agent.noticecommand import parse
 from elaunch.cli import execute
 from elaunch.cli.manifest import TARGETS
-from tests import programs
+from tests import programs, warm
 from tests.config.resolving import Job
 from tests.config.test_files import CERTIFICATE
 from tests.launching import Launcher
@@ -245,7 +245,7 @@ def test_a_block_runs(elaunch: Launcher, tmp_path: Path, name: str) -> None:
         )
         (tmp_path / "ckpt").mkdir()
         words = [sys.executable, "-c", write, tmp_path / "ckpt" / "step_7.pt"]
-        subprocess.run(words, check=True, timeout=120)
+        assert warm.run(words).returncode == 0
     environ = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     if "pretrain/ckpts" in block:
         first = tmp_path / "pretrain.py"

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 OUTER = """
 import json, os, subprocess, sys
 before = {"temp": os.environ["TMPDIR"], "pipe": os.environ["TORCHELASTIC_TIMER_FILE"]}
-command = [sys.executable, "-m", "elaunch", "run", "--nproc-per-node", "2", sys.argv[1]]
+command = [sys.executable, "-m", "elaunch", "run", "--nproc-per-node", "2", "--preload", "none"]
+command.append(sys.argv[1])
 done = subprocess.run([*command, sys.argv[2]])
 after = {"temp there": os.path.isdir(before["temp"]), "pipe there": os.path.exists(before["pipe"])}
 with open(os.path.join(sys.argv[2], "outer.json"), "w") as file:

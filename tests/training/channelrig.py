@@ -19,6 +19,7 @@ from elaunch.training.channel.channel import RankChannel
 from elaunch.training.launch import Placement
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100.0
@@ -135,19 +136,25 @@ def say(*words):
 
 
 class Processes:
-    """Ranks of one node as processes that run a script; ``close`` ends what still runs."""
+    """Ranks of one node as processes that run a script; ``close`` ends what still runs.
 
-    def __init__(self, host: StoreHost, size: int, script: str, job: str = "") -> None:
-        self.processes = []
+    They are forked from a process that has torch (tests/warm.py) unless they are ``executed``.
+    """
+
+    def __init__(
+        self, host: StoreHost, size: int, script: str, job: str = "", *, executed: bool = False
+    ) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
         job = job or uuid.uuid4().hex
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELAUNCH_", "TORCH"))}
         kept |= {"ELAUNCH_RUN_ID": job, "ELAUNCH_ROUND": "0", "PYTHONPATH": str(ROOT)}
         kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(host.port)}
         kept |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
         kept |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        start: Any = subprocess.Popen if executed else warm.Popen
         for rank in range(size):
             self.processes.append(
-                subprocess.Popen(
+                start(
                     [sys.executable, "-c", SCRIPT_HEAD + script],
                     env=kept | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=subprocess.PIPE,

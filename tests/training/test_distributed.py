@@ -30,8 +30,8 @@ def start(host: StoreHost) -> Iterator[Start]:
     """Start ranks as processes: ``start(size, script)``; none is left behind."""
     started: list[Processes] = []
 
-    def begin(size: int, script: str, job: str = "") -> Processes:
-        started.append(Processes(host, size, script, job))
+    def begin(size: int, script: str, job: str = "", *, executed: bool = False) -> Processes:
+        started.append(Processes(host, size, script, job, executed=executed))
         return started[-1]
 
     yield begin
@@ -58,7 +58,7 @@ assert ctx.node_addrs == ("127.0.0.1",)
 ctx.close(); ctx.close()
 say(sorted({"torch", "numpy", "asyncio", "multiprocessing"} & set(sys.modules)))
 """
-    ends_well(start(3, script), ["[]\n"] * 3)
+    ends_well(start(3, script, executed=True), ["[]\n"] * 3)
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ say("met")
 if ctx.rank == 1:
     signal.pause()
 try:
-    ctx.allgather(1, timeout=0.5)
+    ctx.allgather(1, timeout=3.0)
 except CollectiveTimeout as error:
     say(error.missing, error)
 """
@@ -175,7 +175,7 @@ try:
 except PeerLost as error:
     say(error)
 """
-    processes = start(2, script)
+    processes = start(2, script, executed=True)
     assert processes.ends(1) == (3, "", "")
     code, said, problems = processes.ends(0)
     assert (code, problems) == (0, "")

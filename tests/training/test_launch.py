@@ -616,7 +616,7 @@ def test_hyperparameters_of_a_real_job(elaunch: Launcher, tmp_path: Path) -> Non
         "import elaunch, subprocess, sys\n"
         "with elaunch.init(announce=False) as ctx:\n"
         "    print(dict(ctx.info.hparams), flush=True)\n"
-        f"run = [sys.executable, '-m', 'elaunch', 'run', {str(inner)!r}]\n"
+        f"run = [sys.executable, '-m', 'elaunch', 'run', '--preload=none', {str(inner)!r}]\n"
         "subprocess.run(run, check=True)\n"
     )
     file.write_text(f"entrypoint: {script}\nhyperparameters: {{lr: 0.1, tags: [a, b]}}\n")

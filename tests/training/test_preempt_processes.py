@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.training.preemptrig import LONG, StoreHost
 
 WORKER = Path(__file__).with_name("preemptworker.py")
@@ -57,11 +58,8 @@ def workers(size: int, store: int, job: str, way: str) -> Iterator[list[subproce
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             started.append(
-                subprocess.Popen(
-                    [sys.executable, str(WORKER), way],
-                    env=environ,
-                    stdout=subprocess.PIPE,
-                    text=True,
+                warm.Popen(
+                    [sys.executable, str(WORKER), way], environ, stdout=subprocess.PIPE, text=True
                 )
             )
         assert [line(worker) for worker in started] == ["ready"] * size

@@ -14,6 +14,7 @@ import pytest
 from elaunch import proc
 from elaunch.agent.hangs import processes
 from elaunch.agent.hangs.processes import Hindrances, LoaderActivity
+from tests import warm
 from tests.launching import wait_until
 
 WORKER = """
@@ -40,7 +41,7 @@ signal.pause()
 def worker(request: pytest.FixtureRequest) -> Iterator[int]:
     """Yield the pid of a process whose DataLoader computes, or waits for it."""
     argv = [sys.executable, "-c", WORKER, request.param]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with warm.Popen(argv, os.environ, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"begun\n"
         yield process.pid
         os.killpg(process.pid, signal.SIGKILL)
@@ -56,7 +57,7 @@ def test_processes_that_compute(worker: int) -> None:
         activity.look([worker])
         return activity._computed
 
-    wait_until(lambda: computed() > 2.0, what="they compute")
+    wait_until(lambda: computed() > 0.5, what="they compute")
     found = activity.record(slots=1)
     assert found is not None and found["processes"] == 2
     assert 0.0 < found["busy"] <= 1.0 and found["seconds"] >= activity._computed

@@ -335,14 +335,22 @@ def test_nohup(elaunch: Launcher) -> None:
 
 
 OWN_LAUNCHER = """
-import subprocess, sys, elaunch
-if sys.argv[1] == "launcher":
+import os, subprocess, sys, elaunch
+if sys.argv[1] == "worker":
+    rank = int(sys.argv[2])
+elif sys.argv[2] == "wrap":
     python = [sys.executable, sys.argv[0], "worker"]
     wrap = [sys.executable, "-m", "elaunch", "wrap", "--rank-env"]
-    before = [[*wrap, str(rank), "--"] if "wrap" in sys.argv else [] for rank in range(2)]
-    ranks = [subprocess.Popen([*before[rank], *python, str(rank)]) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*wrap, str(rank), "--", *python, str(rank)]) for rank in range(2)
+    ]
     sys.exit(max(rank.wait() for rank in ranks))
-rank = int(sys.argv[2])
+else:
+    for rank in range(2):
+        if os.fork() == 0:
+            break
+    else:
+        sys.exit(max(os.wait()[1] for _ in range(2)))
 mine = {"rank": rank, "local_rank": rank, "cross_rank": 0}
 ranks = elaunch.DistributedContext(**mine, size=2, local_size=2, cross_size=1, chief_ip="127.0.0.1")
 with elaunch.init(distributed=ranks, announce=False) as ctx:
