@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SPAWN
+from tests.integration.jobs import FORK, SPAWN
 from tests.integration.watching import act, agent_lines, wait_for_workers
 from tests.launching import Launcher, wait_until
 
@@ -352,7 +352,7 @@ def test_what_a_start_waits_for_is_told_no_longer_than_it_does(elaunch: Launcher
     script = elaunch.directory / "often.py"
     script.write_text(OFTEN)
     (elaunch.directory / "x.py").touch()
-    argv = ["env", sys.executable, script, "run", "--nproc-per-node=16", "x.py"]
+    argv = ["env", sys.executable, script, "run", *FORK, "--nproc-per-node=16", "x.py"]
     done = elaunch.start_command(argv, env={"LOGLEVEL": "INFO"}).wait()
     assert done.returncode == 0, done.stderr
     _, begun, after = done.stderr.partition("round 0: first start")

@@ -25,7 +25,7 @@ from tests.integration.parity.launches import (
 )
 from tests.launching import Launcher
 
-pytestmark = [pytest.mark.slow, pytest.mark.executed]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ELAUNCH = ("spawn", "fork")
@@ -201,15 +201,23 @@ def test_no_two_processes_draw_the_same(two: dict[str, Outcome], one: dict[str, 
 @pytest.mark.parametrize(
     ("shell", "expected"),
     [
-        ('exec "$@" <&-', {"stdin": "nothing"}),
-        (f'exec {sys.executable} -c "{PTY}" "$@"', {"stdin": "terminal", "stdout": "terminal"}),
+        (
+            f'exec {sys.executable} -c "{PTY}" sh -c \'exec "$@" <&-\' sh "$@"',
+            {"stdin": "nothing", "stdout": "terminal"},
+        ),
+        pytest.param('exec "$@" <&-', {"stdin": "nothing"}, marks=pytest.mark.trial),
+        pytest.param(
+            f'exec {sys.executable} -c "{PTY}" "$@"',
+            {"stdin": "terminal", "stdout": "terminal"},
+            marks=pytest.mark.trial,
+        ),
         pytest.param(
             'exec "$@" 2>&1 </dev/null',
             {"stdin": "file", "stdout": "file"},
             marks=pytest.mark.trial,
         ),
     ],
-    ids=["stdin-closed", "terminal", "both-in-one"],
+    ids=["stdin-closed-on-a-terminal", "stdin-closed", "terminal", "both-in-one"],
 )
 def test_standard_files(tmp_path: Path, shell: str, expected: dict[str, str]) -> None:
     """Closed, a terminal (also for isatty), or one pipe for both streams."""
