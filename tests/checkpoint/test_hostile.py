@@ -48,17 +48,8 @@ def test_a_search_passes_over_all_of_it(root: Path) -> None:
     assert "step_98 .metadata is larger than 1073741824 bytes" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["checkpoints", "ls"],
-        *(
-            pytest.param(words, marks=pytest.mark.trial)
-            for words in (["checkpoints", "verify"], RUN)
-        ),
-    ],
-)
+@pytest.mark.trial
+@pytest.mark.parametrize("words", [["checkpoints", "ls"], ["checkpoints", "verify"], RUN])
 def test_commands_answer(root: Path, words: list[str]) -> None:
     command = [*ELAUNCH, *words, str(root), *(["--no-python", "true"] if words is RUN else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

@@ -62,6 +62,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStorage:
     return made
 
 
+s3_in_trials = pytest.mark.parametrize(
+    "storage", ["memory", "file", pytest.param("s3", marks=pytest.mark.trial)], indirect=True
+)
+"""Over S3 among the trials: what S3 itself decides is in the tests without this mark."""
+
+
 def overwrite(storage: ObjectStorage, path: str, content: bytes) -> None:
     """Change an object behind the storage's back."""
     Objects(storage.place).put(path, content)
@@ -133,6 +139,7 @@ def test_a_checkpoint_of_two_ranks(storage: ObjectStorage) -> None:
     assert Objects(storage.place).names() == [layout.RUN]
 
 
+@s3_in_trials
 def test_conflicts(storage: ObjectStorage) -> None:
     at = storages.stage()
     for rank in range(2):
@@ -181,6 +188,7 @@ def test_finish(storage: ObjectStorage) -> None:
 
 
 @pytest.mark.slow
+@s3_in_trials
 def test_damage_and_quarantine(storage: ObjectStorage) -> None:
     done = storages.save(storage)
     name = str(done.place).rpartition("/")[2]
@@ -205,6 +213,7 @@ def test_damage_and_quarantine(storage: ObjectStorage) -> None:
     storages.save(storage)
 
 
+@s3_in_trials
 def test_a_committed_one_that_lacks_a_manifest(storage: ObjectStorage) -> None:
     """It is damaged, and no stage: put aside by who verifies, never cleared."""
     done = storages.save(storage)
@@ -220,6 +229,7 @@ def test_a_committed_one_that_lacks_a_manifest(storage: ObjectStorage) -> None:
 
 
 @pytest.mark.slow
+@s3_in_trials
 def test_one_that_cannot_be_read_now(
     storage: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +262,7 @@ def test_removal_that_was_interrupted(storage: ObjectStorage) -> None:
 
 
 @pytest.mark.slow
+@s3_in_trials
 def test_a_late_commit_of_what_was_removed(storage: ObjectStorage) -> None:
     """The chief was frozen behind its fence, the chooser committed, retention removed."""
     at = storages.stage()
@@ -268,6 +279,7 @@ def test_a_late_commit_of_what_was_removed(storage: ObjectStorage) -> None:
     assert Objects(storage.place).names() == [layout.RUN]
 
 
+@s3_in_trials
 def test_another_run(storage: ObjectStorage) -> None:
     with pytest.raises(SaveError, match="belongs to run 'digits', this is run 'mnist'"):
         storage.prepare("mnist", given=True)
@@ -342,6 +354,7 @@ def test_without_fsspec(tmp_path: Path) -> None:
     assert done.stderr.endswith("not installed: pip install 'elaunch[storage]'\n")
 
 
+@s3_in_trials
 def test_a_stage_that_the_script_has_removed(storage: ObjectStorage) -> None:
     """No empty checkpoint is made of it; the step can be saved again."""
     at = storages.stage()
@@ -363,6 +376,7 @@ def test_the_root_of_the_memory() -> None:
     storage.remove(done)
 
 
+@s3_in_trials
 def test_local_copies_do_not_stay(storage: ObjectStorage) -> None:
     at = storages.stage()
     path = storage.open_stage(at)
@@ -374,5 +388,6 @@ def test_local_copies_do_not_stay(storage: ObjectStorage) -> None:
 
 
 @pytest.mark.slow
+@s3_in_trials
 def test_finish_leaves_what_agents_have_in_memory(storage: ObjectStorage) -> None:
     storages.finish_what_is_held(storage)
