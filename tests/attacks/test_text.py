@@ -54,7 +54,8 @@ def test_the_workers_own_output_is_theirs(elaunch: Launcher, tmp_path: Path) -> 
         "sys.stderr.write('\\x1b[31mred\\x1b[0m \\x9b1m\\u202e\\n')\n"
         "raise ValueError('a \\x9b2J b \\u2066 c')\n"
     )
-    done = elaunch.run(["run", "--max-restarts", "0", script], env={"PYTHONIOENCODING": "utf-8"})
+    words = ["run", "--preload=none", "--max-restarts=0", script]
+    done = elaunch.run(words, env={"PYTHONIOENCODING": "utf-8"})
     raw, _, report = done.stderr.partition("FAILED")
     assert "\x1b[31mred\x1b[0m \x9b1m\u202e" in raw and report
     assert r"a \x9b2J b \u2066 c" in report

@@ -102,8 +102,8 @@ def test_who_says_nothing_costs_the_deadline_once(tmp_path: Path) -> None:
     silent = [listen(tmp_path / str(rank), 8) for rank in range(2)]
     answering(tmp_path / "2", HEAD % len(answer) + answer)
     began = time.monotonic()
-    found = {question.rank: said for question, said in ask(paths, began + 0.3).items()}
-    assert time.monotonic() - began < 3
+    found = {question.rank: said for question, said in ask(paths, began + 2.0).items()}
+    assert time.monotonic() - began < 30
     assert [type(found[rank]) for rank in range(4)] == [
         *(TimeoutError, TimeoutError, bytes, FileNotFoundError)
     ]
