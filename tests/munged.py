@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests import programs
-from tests.launching import wait_until
+from tests.launching import freeze, wait_until
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 """What srun sets, as far as it says that it was srun."""
@@ -91,7 +91,7 @@ class Munged:
 
     def freeze(self) -> None:
         """Have munged answer nobody from now on."""
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def stop(self) -> None:
         """End munged, also a frozen one; it removes its socket.

@@ -33,7 +33,7 @@ LONG = 30.0
 class Agent:
     """A store with a heart: renews every half second, and remembers how that went."""
 
-    def __init__(self, store: EtcdStore, name: str, ttl: float = 3.0) -> None:
+    def __init__(self, store: EtcdStore, name: str, ttl: float = LONG) -> None:
         self.store, self.name = store, name
         self.renewed = 0
         self.lost: StoreError | None = None
@@ -81,7 +81,7 @@ def agents() -> Iterator[Callable[..., Agent]]:
     """Start agents that are ended at the end: ``agents(place, name)``."""
     with ExitStack() as stack:
 
-        def start(place: EtcdCluster, name: str, ttl: float = 3.0) -> Agent:
+        def start(place: EtcdCluster, name: str, ttl: float = LONG) -> Agent:
             store = client.connect(place, "job", deadline=LONG)
             assert isinstance(store, EtcdStore)
             agent = Agent(store, name, ttl)
@@ -131,7 +131,7 @@ def took(cluster: Cluster, put: object, member: Member) -> bool:
 
 
 def connected(
-    cluster: Cluster, agents: Callable[..., Agent], member: Member, ttl: float = 3.0
+    cluster: Cluster, agents: Callable[..., Agent], member: Member, ttl: float = LONG
 ) -> Agent:
     """Return an agent that talks to ``connection``, and knows the others."""
     for number in range(100):
@@ -167,7 +167,7 @@ def test_a_member_is_lost(
     """
     leader = three.leader()
     victim = leader if which == "leader" else next(m for m in three.members if m is not leader)
-    ttl = 4 * LONG if (which, hurt) == ("leader", "freeze") else 10.0
+    ttl = 4 * LONG if (which, hurt) == ("leader", "freeze") else LONG
     first = connected(three, agents, victim, ttl)
     others = [agents(three.place(), f"n{number}", ttl) for number in range(4)]
     everyone = [first, *others]
@@ -217,7 +217,7 @@ def test_most_members_are_lost(three: Cluster, agents: Callable[..., Agent]) -> 
 @pytest.mark.slow
 def test_etcd_is_down_and_comes_back(one: Cluster, agents: Callable[..., Agent]) -> None:
     """All refuse: nobody decides. On the same port again, the same lease and watches go on."""
-    first, second = agents(one.place(), "first", LONG), agents(one.place(), "second", LONG)
+    first, second = agents(one.place(), "first"), agents(one.place(), "second")
     assert first.store.await_leadership("first", LONG)
     assert first.store.publish(1, b"one")
     assert second.store.follow(0, LONG) == Post(1, b"one")
