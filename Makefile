@@ -24,12 +24,12 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 # The name holds a digest of all that decides what is installed, and of the place, which the
 # environment's own scripts contain: nothing is installed again until one of these changes.
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
-# Half of the time a test of processes waits for one of them, so there are more than cores.
+# Most of the time a test of processes waits for one of them, so there are more than cores.
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 # No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 5 --dist worksteal
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 7 --dist worksteal
 
-.PHONY: demo test trials lint check bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
+.PHONY: demo test trials lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
 
 venv: $(STAMP)
 
@@ -59,7 +59,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint
+# Types are checked by one process, beside which the tests are begun.
+check: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 -O lint fast
+
+fast: $(STAMP)
 	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
 	# A module stays whole: the tests of style, above all, would parse everything in each process.
 	$(PYTEST) -n 3 --dist loadfile -q --hypothesis-profile=check -m "not slow and not ranks and not trial"
