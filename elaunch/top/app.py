@@ -1,7 +1,7 @@
 """The screen of ``elaunch top``: a tree of job, nodes and ranks, and the chosen one beside it.
 
-A reading is made in a thread, once a second, or so seldom that it takes a twentieth of a core. The
-keys are those of k9s; ``?`` shows them.
+A reading is made in a thread, every EVERY_S seconds, or so seldom that it takes a twentieth of a
+core. The keys are those of k9s; ``?`` shows them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from textual.widgets import Footer, Input, Static
 
 from elaunch.text import one_line
 from elaunch.top import pages
-from elaunch.top.pager import LEAST_S, SHARE, Pager, Read, fixed, in_thread
+from elaunch.top.pager import SHARE, Pager, Read, fixed, in_thread
 from elaunch.top.pages import TopReader, TopReading
 from elaunch.top.rows import RowList
 from elaunch.top.tree import JOB, Key, rows
 
+EVERY_S: Final = 2.0
+"""Seconds from reading to reading: to draw the screen takes 20 to 40 ms of the processor."""
 TEXT_WIDTH: Final = 66
 """Columns of a metric's line without its curve."""
 FEW_RANKS: Final = 64
@@ -102,7 +104,7 @@ class TopApp(App[None]):
                 unread = self._open_first(known)
                 self._show()
                 spent = time.process_time() - began
-                self._full_at = time.monotonic() + (0.0 if unread else max(LEAST_S, SHARE * spent))
+                self._full_at = time.monotonic() + (0.0 if unread else max(EVERY_S, SHARE * spent))
             else:
                 recent = await in_thread(partial(self._reader.recent, key, known.summary))
                 self._reading = replace(known, recent=recent)

@@ -101,7 +101,8 @@ def test_a_reading_while_the_screen_is_closed(
 
     for module in (app, pager):
         monkeypatch.setattr(module, "in_thread", at_once)
-        monkeypatch.setattr(module, "LEAST_S", 0.0)
+        monkeypatch.setattr(module, "LEAST_S", 0.0, raising=False)
+        monkeypatch.setattr(module, "EVERY_S", 0.0, raising=False)
         monkeypatch.setattr(module, "SHARE", 0)
 
     async def act(pilot: Pilot[None]) -> None:
