@@ -93,7 +93,7 @@ class Feed:
             yield b"data: " + newest + b"\n\n"
 
 
-PAUSE_S: Final = 0.5
+PAUSE_S: Final = 1.0
 
 
 async def follow(
