@@ -364,7 +364,7 @@ def explanation_of(failure: Mapping[str, Any]) -> object:
     """
     first, accused = parts_of(failure.get("first")), failure.get("culprit_ranks")
     if failure.get("likely_victim") and accused and first.get("rank") not in accused:
-        return "It is a victim of that."
+        return f"Rank {first.get('rank')} is a victim of that."
     return failure.get("explanation") or first.get("explanation")
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from elaunch.monitor.page import Table, plain, styled
-from elaunch.monitor.runpage import list_page, run_page
+from elaunch.monitor.runpage import list_page, parts_of, run_page
 from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
@@ -86,6 +86,15 @@ def test_the_rank_for_which_the_others_wait(tmp_path: Path) -> None:
     found = {"ranks": [1], "text": "rank 1 has not entered x\x1b #7"}
     lines = plain(run_page(viewed(tmp_path, awaited=found))).splitlines()
     assert "  attention: rank 1 has not entered x\\x1b #7" in lines
+
+
+def test_a_victim_is_said_to_be_one(tmp_path: Path) -> None:
+    """Of one whose culprit is known nobody is told to look for it."""
+    first = parts_of(FAILURE["first"]) | {"explanation": "Look for another rank."}
+    for accused, told in (([0], "Rank 1 is a victim of that."), ([], "Look for another rank.")):
+        failure = {**FAILURE, "first": first, "likely_victim": True, "culprit_ranks": accused}
+        text = plain(run_page(viewed(tmp_path, "FAILED", "ended", failure=failure, round=2)))
+        assert f"  {told}" in text.splitlines()
 
 
 def test_a_running_run(tmp_path: Path) -> None:

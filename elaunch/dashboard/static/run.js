@@ -162,7 +162,8 @@ function rounds(run) {
 }
 
 const lasted = (round, end) => round.lasted_s ?? (round.ended_at ?? end) - round.started_at;
-const how = (failure) => failure && [failure.summary, failure.message].filter(Boolean).join(": ");
+// A headline has the message of its rank; that of the first to fail may be a victim's.
+const how = (failure) => failure && [failure.summary, failure.summary === failure.ended ? failure.message : ""].filter(Boolean).join(": ");
 
 function after(run, round) {
   const next = run.history.find((other) => other.round > round.round);
