@@ -13,6 +13,9 @@ or latest, which names DeepSpeed's tag      whole
 optimizer.*, scheduler.pt, scaler.pt,       whole, where they are there (a run saved with
 rng_state*.pth, training_args.bin,          save_only_model has none)
 optimizer_0/
+rng_state_<rank>.pth                        there for each rank up to the highest, and for two
+                                            at least: every rank writes its own, which the state
+                                            does not wait for. A lone rank writes rng_state.pth
 ==========================================  =================================================
 """
 
@@ -45,6 +48,7 @@ _STATE_FILES = re.compile(
     r"(optimizer|training_args)\.(pt|bin)|optimizer_[0-9]+\.(pt|bin)"
     r"|(scheduler|scaler)\.pt|rng_state[^/]*\.pth"
 )
+_RANDOM = re.compile(r"rng_state_([0-9]+)\.pth")
 
 
 def looks_like(path: Path, names: Collection[str]) -> bool:
@@ -78,6 +82,9 @@ def verify(path: Path, step: int) -> None:
     for name in SHARDED:
         if name in names:
             dcp.verify_below(path, name)
+    ranks = {int(found[1]) for name in names if (found := _RANDOM.fullmatch(name))}
+    if ranks and (missing := {*range(max(ranks)), 1} - ranks):
+        raise CheckpointError(f"missing: rng_state_{min(missing)}.pth: the save did not finish")
 
 
 def _shards(path: Path, index: str) -> set[str]:

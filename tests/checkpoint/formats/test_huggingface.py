@@ -33,8 +33,20 @@ def refused(path: Path, reason: str, step: int = 120) -> None:
 
 def test_a_whole_one_passes(path: Path) -> None:
     huggingface.verify(path, 120)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
         makers.saved(path / name)
+    huggingface.verify(path, 120)
+
+
+@pytest.mark.parametrize(("there", "lacks"), [((0,), 1), ((1,), 0), ((0, 1, 3), 2)])
+def test_a_rank_whose_random_state_is_missing(
+    path: Path, there: tuple[int, ...], lacks: int
+) -> None:
+    """Each rank writes its own, which a kill may forestall when rank 0 has written all of its."""
+    for rank in there:
+        makers.saved(path / f"rng_state_{rank}.pth")
+    refused(path, f"missing: rng_state_{lacks}.pth: the save did not finish")
+    makers.saved(path / f"rng_state_{lacks}.pth")
     huggingface.verify(path, 120)
 
 
