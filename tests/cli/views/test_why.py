@@ -65,7 +65,7 @@ def test_the_newest_failed_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("r1: FAILED: rank 1 exited with code 1; --max-restarts is 0\n(read at ")
     assert "rank 1 (local_rank 1, pid 4001) on host node0 exited with code 1" in text
     assert "(elaunch explain E-IMPORT)" in text and "ChildFailedError" not in text
-    assert text.endswith("\n  round 0: rank 0 exited with code 1 (E-IMPORT)\n")
+    assert text.endswith(f"\n  round 0: rank 0 failed: {TAIL[-1]} (E-IMPORT)\n")
     assert "round 12: rank 1" in why(capsys, "r1", "--round", "0")
     found = document(capsys, "r1")
     assert (found["round"], found["code"], found["problem"]) == (12, "E-IMPORT", None)
