@@ -110,6 +110,7 @@ LIBRARIES = (
         resume=("--resume_from_checkpoint", "{checkpoint}"),
         flags=CHECKPOINTS,
         saved="checkpoint-*",
+        install=("accelerate",),
     ),
     Library(
         "Ignite",
