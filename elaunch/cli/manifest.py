@@ -36,7 +36,7 @@ from elaunch.errors import JoinTimeoutError, ServerError, StoreError, UsageError
 PORT: Final = 29400
 MARGIN_S: Final = 15
 """Seconds of the lead in which the agent ends what has not saved, and itself."""
-LONGEST_S: Final = 9999 * 86_400
+LONGEST_DAYS: Final = 9999
 SLURM_LEAD_S: Final = 65_535
 """Seconds before the limit at which Slurm can send a signal, at the most (sbatch(1))."""
 SLURM_EARLY_S: Final = 60
@@ -439,8 +439,8 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
         seconds = values.moment(f"+{value}").after or 0
     except ValueError:
         raise click.BadParameter(f"{value!r} is no duration such as 90, 30m, 4h or 2d") from None
-    if seconds > LONGEST_S:
-        raise click.BadParameter(f"{value!r} is longer than {LONGEST_S // 86_400} days")
+    if seconds > LONGEST_DAYS * 86_400:
+        raise click.BadParameter(f"{value!r} is longer than {LONGEST_DAYS} days")
     return int(seconds)
 
 

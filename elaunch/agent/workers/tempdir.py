@@ -77,9 +77,10 @@ class RunTemp:
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, Path]:
     """Return where workers with these variables have what TorchInductor compiles, and headers."""
-    top = environ.get("TMPDIR") or "/tmp"
-    with contextlib.suppress(FileNotFoundError):  # none can be written, in a read-only container
+    try:
         top = environ.get("TMPDIR") or tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written, in a read-only container
+        top = "/tmp"
     default = Path(top, f"{env.CACHE_PREFIX}{_user()}")
     cache = Path(environ.get(INDUCTOR_CACHE) or default)
     return {"cache": cache, "headers": default / "precompiled_headers"}
