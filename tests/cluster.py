@@ -12,6 +12,7 @@ fault                      what happens
 ``drop(src, dst)``         no packet of src reaches dst; the way back works
 ``partition(a, b)``        no packet either way between two groups of nodes
 ``lose(node, percent)``    of all frames of that cable, either way, so many per cent are lost
+``narrow(size)``           frames of more bytes are lost; the nodes would send some of 9,000
 ``delay(node, seconds)``   each frame of that cable, either way, arrives so much later
 ``heal``                   no drops, losses and delays any more
 ``power_off``              the cable goes dark and all processes are killed, without a word
@@ -116,6 +117,7 @@ class _Faults:
 
     dropped: set[tuple[str, str]] = field(default_factory=set)
     lossy: dict[str, float] = field(default_factory=dict)
+    largest: int | None = None
 
     def table(self) -> str:
         # A delayed cable comes to the bridge as slowK instead of portK.
@@ -127,6 +129,8 @@ class _Faults:
         # Who is cut off by a filter still answers to its neighbours' question for its address.
         lines.append("ether type arp accept")
         lines.append("icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
+        if self.largest is not None:
+            lines.append(f"meta length > {self.largest} drop")
         for source, target in sorted(self.dropped):
             lines.append(f"iifname {_either(source)} oifname {_either(target)} drop")
         chain = "\n".join(["type filter hook forward priority 0;", *lines])
@@ -188,6 +192,15 @@ class Cluster:
     def lose(self, node: Node, percent: float) -> None:
         """Lose that part of all frames from and to a node, by chance; 0 to 100."""
         self._faults.lossy[node.port] = percent
+        self._apply()
+
+    def narrow(self, size: int) -> None:
+        """Lose all frames of more than ``size`` bytes: the switch does not carry the nodes' MTU."""
+        for node in self.nodes:
+            # A frame that the kernel cuts only at its way out would be seen whole by the filter.
+            node.machine.do(["ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1"])
+            self._switch.do(["ip", "link", "set", node.port, "mtu", "9000"])
+        self._faults.largest = size
         self._apply()
 
     def delay(self, node: Node, seconds: float) -> None:

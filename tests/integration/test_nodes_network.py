@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster import Cluster, Node
+from tests.integration.jobs import ACT
 from tests.integration.nodes import (
     DEADLINE,
     Build,
@@ -21,6 +22,7 @@ from tests.launching import Running
 pytestmark = pytest.mark.slow
 
 STRETCHED = ["--nnodes=1:2", "--max-restarts=0"]
+FIXED = ["--nnodes=2", "--max-restarts=0"]
 
 
 def store_of(job: Job) -> Node:
@@ -131,11 +133,24 @@ def test_one_packet_of_five_is_lost(cluster: Build, backend: str) -> None:
     job = Job(cluster, backend, 2)
     job.conf["heartbeat_timeout"] = 10
     job.machines.lose(job.machines[2], 20)
-    one, two = job.pair(["--nnodes=2", "--max-restarts=0"])
+    one, two = job.pair(FIXED)
     for rank in range(2):
         job.goes_on(0, rank, 2.0)
     assert end(job, one, two) == [0, 0]
     assert rounds(one) == rounds(two) == [(0, 2)]
+
+
+def test_large_frames_are_lost(cluster: Build) -> None:
+    """The hosts' MTU is larger than the switch's: what agents send over c10d is not held up."""
+    job = Job(cluster, "c10d", 2)
+    job.machines.narrow(1500)
+    words = ["say=up", f"1:until={job.share}/fail", f"1:err={'alas ' * 1000}", "1:exit=9", "wait"]
+    agents = [job.start(number, FIXED, words, script=ACT) for number in (1, 2)]
+    for rank, agent in enumerate(agents):
+        agent.wait_for_line(rf"^up rank={rank}", DEADLINE)
+    (job.share / "fail").touch()
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [9, 9]
+    assert "alas" in agents[0].output("stderr")
 
 
 @over("c10d", "etcd")

@@ -258,7 +258,10 @@ _JOB: Final = (
     Cause(
         "E-HANG",
         "The workers made no progress for longer than --hang-timeout.",
-        "The stacks show where each rank stands: the odd one out is where to look; see "
+        "The stacks show where each rank stands: the odd one out is where to look. If all ranks "
+        "are in one collective, none is late: look at what carries it. Where a switch drops the "
+        "large frames of the hosts, small collectives pass and the first large one hangs: "
+        "`ping -M do -s SIZE HOST`, with the MTU of the hosts less 28, then gets no answer. See "
         "docs/hangs.md.",
         command=77,
     ),

@@ -40,6 +40,9 @@ from collections.abc import Iterable, Sequence
 LONGEST = 8 * 1024 * 1024
 """Bytes in a value that TCPStore still accepts."""
 CHUNK = 65536
+SEGMENT = 1220
+"""Bytes in a TCP segment: any path carries them (RFC 8200). Where a switch silently drops what
+hosts of a larger MTU send, large records would not arrive, and a living node would seem lost."""
 
 VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
 """The first bytes of a connection."""
@@ -136,6 +139,7 @@ class Connection:
     def open(self, address: tuple[object, ...], until: float) -> None:
         """Connect to ``address`` and make sure that a TCPStore answers there."""
         self._sock.settimeout(max(0.001, until - time.monotonic()))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)  # both ways
         self._sock.connect(address)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock.setblocking(False)
