@@ -239,7 +239,8 @@ def test_standard_files(tmp_path: Path, shell: str, expected: dict[str, str]) ->
     [
         pytest.param(["--start-method", "spawn"], True, marks=pytest.mark.trial),
         ([], False),
-        pytest.param(["--preload", "none"], True, marks=pytest.mark.trial),
+        # Not forked from the tests' process, which has torch.
+        pytest.param(["--preload", "none"], True, marks=[pytest.mark.trial, pytest.mark.executed]),
     ],
     ids=["spawn", "fork", "fork-without-preload"],
 )

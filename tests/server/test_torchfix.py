@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import subprocess
+import sys
 import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -80,3 +83,36 @@ def test_ranks_of_an_old_torch_are_clients(
     assert torchfix.need_clients() is clients
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not torchfix.need_clients()
+
+
+ENDING = """
+import ctypes, sys
+from elaunch.server import torchfix
+
+c = ctypes.CDLL(None)
+c.strdup.restype = ctypes.c_void_p
+
+def say_at_exit(text):
+    # Called as dprintf(status, text): the status 1 is stdout.
+    c.on_exit(c.dprintf, ctypes.c_void_p(c.strdup(text)))
+
+say_at_exit(b"the server's library, ")
+sys.modules["torch"] = sys
+torchfix.leave_out_destructors()
+say_at_exit(b"the script's library, ")
+c.on_exit(c.putchar, None)  # writes the status as a character, into a buffer
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("watcher", [None, *torchfix.WATCHERS])
+def test_exit_handlers_of_what_the_server_has_loaded_are_left_out(watcher: str | None) -> None:
+    """Not those of the script's libraries, nor what is buffered, nor the status; and not where a
+    tool watches the process from its start.
+    """
+    environ = {"PATH": os.environ["PATH"]} | ({watcher: "/dev/null"} if watcher else {})
+    argv = [sys.executable, "-c", ENDING]
+    done = subprocess.run(argv, env=environ, text=True, capture_output=True, timeout=60)
+    servers = "the server's library, " if watcher else ""
+    assert done.stdout == f"the script's library, {servers}\x01"
+    assert done.returncode == 1
