@@ -13,7 +13,7 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from elaunch.server import script
+from elaunch.server import script, torchfix
 from elaunch.server.loop import serve
 
 del sys.path[0]
@@ -23,5 +23,6 @@ if __name__ == "__main__":
     try:
         script.prepare(_job)()
     except BaseException as _error:
+        torchfix.leave_out_destructors(_error)
         script.forget_server(_error)
         raise  # adds no frame of its own: the interpreter shows what the script has left

@@ -101,7 +101,6 @@ def become(job: Job, fresh: bool = True) -> None:
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     torchfix.patch_stores()
     torchfix.patch_exit()
-    torchfix.leave_out_destructors()
     torchfix.patch_paths()
     recorder.watch(os.environ)
     _write_stacks_when_asked()

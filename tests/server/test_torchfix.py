@@ -96,23 +96,37 @@ def say_at_exit(text):
     # Called as dprintf(status, text): the status 1 is stdout.
     c.on_exit(c.dprintf, ctypes.c_void_p(c.strdup(text)))
 
-say_at_exit(b"the server's library, ")
+say_at_exit(b"registered before, ")
 sys.modules["torch"] = sys
-torchfix.leave_out_destructors()
-say_at_exit(b"the script's library, ")
+torchfix.leave_out_destructors(eval(sys.argv[1]))
+say_at_exit(b"registered since, ")
 c.on_exit(c.putchar, None)  # writes the status as a character, into a buffer
 sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("watcher", [None, *torchfix.WATCHERS])
-def test_exit_handlers_of_what_the_server_has_loaded_are_left_out(watcher: str | None) -> None:
-    """Not those of the script's libraries, nor what is buffered, nor the status; and not where a
-    tool watches the process from its start.
-    """
-    environ = {"PATH": os.environ["PATH"]} | ({watcher: "/dev/null"} if watcher else {})
-    argv = [sys.executable, "-c", ENDING]
+def _ended(error: str, environ: dict[str, str]) -> str:
+    """Return what exit handlers print in a process that ends by ``error``."""
+    argv = [sys.executable, "-c", ENDING, error]
+    environ |= {"PATH": os.environ["PATH"]}
     done = subprocess.run(argv, env=environ, text=True, capture_output=True, timeout=60)
-    servers = "the server's library, " if watcher else ""
-    assert done.stdout == f"the script's library, {servers}\x01"
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("error", ["ValueError()", "SystemExit(7)", "SystemExit('text')"])
+def test_a_worker_that_fails_leaves_torchs_destructors_out(error: str) -> None:
+    """Not what is registered since, nor what is buffered, nor the status."""
+    assert _ended(error, {}) == "registered since, \x01"
+
+
+@pytest.mark.parametrize("error", ["SystemExit()", "SystemExit(0)"])
+def test_a_worker_that_succeeds_runs_all(error: str) -> None:
+    """A process group may have work to do there."""
+    assert _ended(error, {}) == "registered since, registered before, \x01"
+
+
+@pytest.mark.parametrize("name", torchfix.WATCHERS)
+def test_a_tool_that_watches_from_the_start_sees_the_end(name: str) -> None:
+    """What it has found is written there."""
+    assert "registered before" in _ended("ValueError()", {name: "/dev/null"})
