@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -301,6 +301,50 @@ def test_closing_ends_a_call_that_another_thread_is_in(host: StoreHost) -> None:
 
     closed = threading.Event()
     Ranks(host, 2, 1, True).run(work).all()
+
+
+def test_a_channel_is_freed_by_one_thread(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that ends while another thread closes: a descriptor freed twice may be another's."""
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def work(channel: RankChannel, rank: int) -> Any:
+        listener, frees = channel._listener, [0]
+        free, wake = listener.close, listener.wake
+
+        def close_during_the_call() -> None:
+            wait_for(lambda: channel._activity.now is not None)
+            channel.close()
+
+        closer = threading.Thread(target=close_during_the_call)
+
+        def close() -> None:
+            frees[0] += 1
+            wait_for(lambda: frees[0] > 1 or not closer.is_alive())
+            free()
+
+        def wake_it() -> None:
+            wake()
+            wait_for(lambda: frees[0] > 0)
+
+        channel.call("all", "barrier", None, PATIENCE)
+        if rank == 1:
+            monkeypatch.setattr(listener, "close", close)
+            monkeypatch.setattr(listener, "wake", wake_it)
+            closer.start()
+            with pytest.raises(ContextError, match=r"allgather #2: .*closed its context meanwhile"):
+                channel.call("all", "allgather", 1, PATIENCE)
+            closer.join()
+            closed.set()
+        else:
+            assert closed.wait(PATIENCE)
+        return frees[0]
+
+    closed = threading.Event()
+    assert Ranks(host, 2, 1, True).run(work).all() == [0, 1]
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ class RankChannel:
         Raises CollectiveError, ContextError.
         """
         if not self._turn.acquire(blocking=False):
+            self._refuse_unusable(name)
             raise ContextError(
                 f"{name}: another thread of this rank is in {self._activity.now}; calls of all "
                 "ranks need one order, so one thread has to make them"
@@ -130,7 +131,7 @@ class RankChannel:
             self._activity.now = None
             self._turn.release()
             if self._mesh is not None and self._mesh.stopped:
-                self._free()
+                self._free_in_turn()
 
     def describe(self, ranks: Sequence[int], until: float) -> list[str]:
         """Return what each rank does and did last, in words; blocks until ``until`` at most."""
@@ -153,9 +154,15 @@ class RankChannel:
         if self._mesh is not None:
             self._mesh.stopped = True
             self._listener.wake()
+        self._free_in_turn()
+
+    def _free_in_turn(self) -> None:
+        """Free everything, unless another thread is in a call or frees: then that one does."""
         if self._turn.acquire(blocking=False):
-            self._turn.release()
-            self._free()
+            try:
+                self._free()
+            finally:
+                self._turn.release()
 
     def _free(self) -> None:
         if self._unusable is None:

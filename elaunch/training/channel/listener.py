@@ -35,7 +35,7 @@ class Listener:
         self._bound: list[socket.socket] = []
         self._stream = StreamListener("elaunch-channel", self._admit, patience=patience)
         self._accepted: dict[int, socket.socket] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._arrived = -1
         self._answer: Callable[[], dict[str, Any]] = dict
 
@@ -92,8 +92,9 @@ class Listener:
 
     def wake(self) -> None:
         """Wake the thread that polls this listener."""
-        if self._arrived >= 0:
-            os.eventfd_write(self._arrived, 1)
+        with self._lock:  # or the number may be another's by then
+            if self._arrived >= 0:
+                os.eventfd_write(self._arrived, 1)
 
     def take(self, rank: int) -> socket.socket | None:
         """Return the connection of a neighbour; None if it has not come yet."""
@@ -107,7 +108,7 @@ class Listener:
 
     def forked(self) -> None:
         """Free every descriptor in a process that was forked: the thread is not in it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stream.forked()
         self._free()
 
@@ -115,9 +116,10 @@ class Listener:
         for sock in [*self._bound, *self._accepted.values()]:
             sock.close()
         self._bound, self._accepted = [], {}
-        if self._arrived >= 0:
-            os.close(self._arrived)
-        self._arrived = -1
+        with self._lock:
+            if self._arrived >= 0:
+                os.close(self._arrived)
+            self._arrived = -1
 
     def _admit(self, sock: socket.socket, caller: Caller) -> None:
         if caller.purpose == ASK:
