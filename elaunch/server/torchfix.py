@@ -1,4 +1,4 @@
-"""Patches of torch in a forked worker: six for torch up to 2.13, five from 2.14 on.
+"""Patches of torch in a forked worker: seven for torch up to 2.7, six up to 2.13, then five.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
@@ -22,6 +22,9 @@ thread, which C++ answers with ``terminate called without an active exception`` 
 busy machine that was one finished worker in a hundred. So a worker waits for those threads before
 it ends.
 
+The same thread is why a script may hang in ``destroy_process_group`` with torch up to 2.7: the
+group's destructor keeps the lock and waits for the thread. There a worker waits before that, too.
+
 The fifth is for workers that fail. libtorch's destructors take its operators off their tables, on
 pages that a fork shares with the server until then: 0.13 s, half of the time from an exception to
 the end of its process, in which nobody can see that the worker has failed. They are left out then.
@@ -32,6 +35,7 @@ still to be done.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
 import os
 import re
@@ -48,6 +52,8 @@ DEBUG_LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 GLOO_THREAD = "pt_gloo_runloop"
 WATCHERS = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH")
 """Variables of tools that are loaded before all else, and write what they found at the very end."""
+MENDED = (2, 8)
+"""The first torch that destroys a group without the interpreter's lock, and names those threads."""
 SETTLE_DEADLINE = 0.5
 """Seconds for the threads of gloo to have let go of everything; a running collective never does."""
 
@@ -69,9 +75,20 @@ def need_clients() -> bool:
     return version is not None and (int(version[1]), int(version[2])) < (2, 7)
 
 
-def patch_exit() -> None:
-    """Have this worker wait, at its end, for the threads of gloo to come to rest."""
+def patch_ends() -> None:
+    """Have the threads of gloo come to rest before this worker ends, or an old torch's group."""
     atexit.register(_settle)
+    destroy: Any = getattr(sys.modules.get("torch.distributed"), "destroy_process_group", None)
+    if destroy is None or not _is_old():
+        return
+
+    @functools.wraps(destroy)
+    def destroy_at_rest(*args: Any, **named: Any) -> None:
+        _settle()
+        destroy(*args, **named)
+
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        vars(sys.modules[name])[destroy.__name__] = destroy_at_rest
 
 
 def leave_out_destructors(error: BaseException) -> None:
@@ -103,10 +120,18 @@ def _settle() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """Return the state of each thread of gloo."""
-    tasks = "/proc/self/task"
-    threads = filter(None, (proc.stat(f"{tasks}/{thread}") for thread in os.listdir(tasks)))
-    return [fields[0] for name, fields in threads if name == GLOO_THREAD[:15]]
+    """Return the state of each thread of gloo; an old torch leaves them the main thread's name."""
+    tasks, main = "/proc/self/task", str(os.getpid())
+    names = {GLOO_THREAD[:15]}
+    if _is_old() and (own := proc.stat(f"{tasks}/{main}")):
+        names.add(own[0])
+    numbers = (number for number in os.listdir(tasks) if number != main)
+    threads = filter(None, (proc.stat(f"{tasks}/{number}") for number in numbers))
+    return [fields[0] for name, fields in threads if name in names]
+
+
+def _is_old() -> bool:
+    return bool(getattr(sys.modules.get("torch"), "__version__", MENDED) < MENDED)
 
 
 def patch_paths() -> None:

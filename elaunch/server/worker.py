@@ -100,7 +100,7 @@ def become(job: Job, fresh: bool = True) -> None:
     # A fork knows the main thread by the number that it had in the server.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     torchfix.patch_stores()
-    torchfix.patch_exit()
+    torchfix.patch_ends()
     torchfix.patch_paths()
     recorder.watch(os.environ)
     _write_stacks_when_asked()

@@ -57,6 +57,24 @@ def test_stores_of_scripts(
     assert len(NOTE.findall(done.stderr)) == lines  # one per round, of rank 0
 
 
+# Nothing but the collective keeps its tensor: with torch up to 2.7 one of a few of these hangs.
+AGAIN_AND_AGAIN = """
+import torch, torch.distributed as dist
+for _ in range(30):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+"""
+
+
+def test_groups_end_that_hang_under_an_old_torchrun(elaunch: Launcher, tmp_path: Path) -> None:
+    """Each right after its last collective; a thread of gloo has yet to let go of the tensor."""
+    script = tmp_path / "s.py"
+    script.write_text(AGAIN_AND_AGAIN)
+    done = elaunch.run(["run", "--nproc-per-node", "2", script])
+    assert done.returncode == 0, done.stderr
+
+
 # As PyTorch's DDP tutorial has it, and with the address of the worker itself.
 SPAWNS = """
 import os, socket, sys

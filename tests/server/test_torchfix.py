@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -10,23 +11,27 @@ import sys
 import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from torch.torch_version import TorchVersion
 
 from elaunch.server import torchfix
 
 
-def _in_thread_of_gloo(named: threading.Event, ended: list[bool]) -> None:
-    _take_name()
+def _in_thread_of_gloo(
+    named: threading.Event, ended: list[bool], name: str = torchfix.GLOO_THREAD
+) -> None:
+    _take_name(name)
     named.set()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)  # without the interpreter's lock
     ended.append(True)
 
 
-def _take_name() -> None:
+def _take_name(name: str = torchfix.GLOO_THREAD) -> None:
     path = f"/proc/self/task/{threading.get_native_id()}/comm"
     with open(path, "w", encoding="ascii") as file:
-        file.write(torchfix.GLOO_THREAD)
+        file.write(name)
 
 
 def test_a_worker_ends_after_the_threads_of_gloo_have_come_to_rest(
@@ -61,6 +66,41 @@ def test_threads_at_rest_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert thread.is_alive()  # or it has been waited for
     stop.set()
     thread.join()
+
+
+@pytest.mark.parametrize(("release", "waits"), [("2.6.0+cu124", True), ("2.8.0", False)])
+def test_a_group_is_destroyed_when_the_threads_of_gloo_are_at_rest(
+    monkeypatch: pytest.MonkeyPatch, release: str, waits: bool
+) -> None:
+    """With an old torch, whose destructor keeps the lock that they need; there they are unnamed."""
+    named = threading.Event()
+    ended: list[bool] = []
+    destroyed: list[tuple[object, bool]] = []
+
+    def destroy_process_group(group: object = None) -> None:
+        destroyed.append((group, bool(ended)))
+
+    modules = []
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        modules.append(ModuleType(name))
+        vars(modules[-1])["destroy_process_group"] = destroy_process_group
+        monkeypatch.setitem(sys.modules, name, modules[-1])
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    vars(sys.modules["torch"])["__version__"] = TorchVersion(release)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    monkeypatch.setattr(torchfix, "SETTLE_DEADLINE", 60.0)
+    torchfix.patch_ends()
+    own = Path("/proc/self/comm").read_text().strip()
+    thread = threading.Thread(target=_in_thread_of_gloo, args=(named, ended, own))
+    thread.start()
+    assert named.wait(60)
+    for module in modules:
+        vars(module)["destroy_process_group"](group=module)
+        assert vars(module)["destroy_process_group"].__name__ == "destroy_process_group"
+    thread.join()
+    assert [group for group, _ in destroyed] == modules
+    assert not waits or all(at_rest for _, at_rest in destroyed)
+    assert waits or vars(modules[0])["destroy_process_group"] is destroy_process_group
 
 
 @pytest.mark.parametrize(
