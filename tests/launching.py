@@ -31,6 +31,9 @@ from tests import netns, warm
 DEADLINE: Final = 150.0
 """Seconds of a wait that ends with what it waits for: many, for a machine that is busy."""
 
+TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+"""Without the flag all jobs of torch up to 2.10 on one node have one port."""
+
 MARKER = "TEST_RUN_MARKER"
 """Name of the variable that every process of a test's runs carries."""
 

@@ -12,12 +12,11 @@ from signal import SIGKILL
 import pytest
 import torch
 
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import TORCHRUN, Launcher, Running, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ddp_checkpoint.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 DEADLINE = 120.0
 STEPS = "--steps=60"
 SLOWLY = ["--seconds=0.03"]

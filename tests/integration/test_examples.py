@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Launcher
+from tests.launching import TORCHRUN, Launcher
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Six epochs of 22 steps; the last step is saved, and most others that are saved are in mid-epoch.
 ARGUMENTS = "--epochs 6 --save-every 12 --log-every 1".split()

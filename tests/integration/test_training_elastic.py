@@ -20,12 +20,11 @@ from pathlib import Path
 import pytest
 
 from tests.integration.nodes import Build, Job
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import TORCHRUN, Launcher, Running, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SAMPLES, BATCH, SAVE_EVERY = 1440, 60, 7
 EPOCH = SAMPLES // BATCH

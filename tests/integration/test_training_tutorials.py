@@ -24,7 +24,7 @@ from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import Build, Job
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import TORCHRUN, Launcher, Running, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -62,7 +62,7 @@ def command(launcher: str, size: int, script: Path, words: Sequence[Word] = ()) 
         method = SPAWN if script is INCREMENT else FORK
         return [sys.executable, "-m", "elaunch", "run", count, *method, script, *words]
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", count, script, *words]
+        return [*TORCHRUN, count, script, *words]
     if launcher == "mpirun":
         programs.needed("mpirun", "orted", "ssh")
         # The test's directory is too deep for mpirun's sockets.

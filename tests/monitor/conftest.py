@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +16,11 @@ Play = Callable[..., PlayedAgent]
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    """Return the environment of commands and played agents."""
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the environment of commands and played agents; no other test's runs are seen in it."""
     (tmp_path / "tmp").mkdir()
     directory = str(tmp_path / "tmp")
+    monkeypatch.setattr(tempfile, "tempdir", directory)
     return clean_environment(tmp_path / "state") | {"TMPDIR": directory, "HOME": str(tmp_path)}
 
 

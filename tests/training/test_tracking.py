@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import TORCHRUN, Launcher, Running, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("tracked.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TWO = [*TORCHRUN, "--nproc-per-node", "2"]
 
 
 def start(elaunch: Launcher, launcher: list[str], *words: str, **env: str) -> Running:
@@ -140,7 +140,7 @@ def test_a_job_of_slurm_keeps_its_id(elaunch: Launcher) -> None:
 @pytest.mark.trial
 @pytest.mark.slow
 def test_torchrun_is_tracked(elaunch: Launcher) -> None:
-    running = start(elaunch, TORCHRUN, "hold:1")
+    running = start(elaunch, TWO, "hold:1")
     path = directory(running)
     shown = status(elaunch, path.name)
     assert (shown["state"], shown["world_size"], shown["launcher"]) == ("RUNNING", 2, "torchrun")
@@ -158,7 +158,7 @@ def test_torchrun_is_tracked(elaunch: Launcher) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["kill:1", pytest.param("fail:1", marks=pytest.mark.trial)])
 def test_torchruns_rounds_are_one_run(elaunch: Launcher, word: str) -> None:
-    running = start(elaunch, [*TORCHRUN, "--max-restarts", "1"], word, "hold:0")
+    running = start(elaunch, [*TWO, "--max-restarts", "1"], word, "hold:0")
     assert running.wait(120).returncode == 0, running.output("stderr")
     (listed,) = status(elaunch)
     assert (listed["state"], listed["round"]) == ("COMPLETED", 1)
@@ -172,7 +172,7 @@ def test_torchruns_rounds_are_one_run(elaunch: Launcher, word: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_of_torchrun_that_fails(elaunch: Launcher) -> None:
-    running = start(elaunch, TORCHRUN, "fail:1", "hold:0")
+    running = start(elaunch, TWO, "fail:1", "hold:0")
     assert running.wait(120).returncode == 1
     (listed,) = status(elaunch)
     assert (listed["state"], listed["exit_code"]) == ("FAILED", 1)

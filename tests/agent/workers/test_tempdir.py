@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import socket
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elaunch.agent.workers.tempdir import RunTemp, compiler_caches, remove_torn
@@ -121,7 +121,7 @@ def test_the_directory_of_an_outer_job_is_no_decision(
 
 def test_compiled_code_that_is_cut_short_goes(tmp_path: Path) -> None:
     """TorchInductor would take it for whole, for ever. What is being written stays."""
-    whole = Path(math.__file__).read_bytes()
+    whole = Path(msgspec._core.__file__).read_bytes()
     caches = compiler_caches({"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     for place in ("ab", "locks", caches["headers"]):
         (tmp_path / place).mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TAIL = ("Traceback (most recent call last):", "ModuleNotFoundError: No module na
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the runs of a test in a directory of its own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # no other test's runs
 
 
 def run_of(run_id: str = "r1", state: str = "FAILED", **fields: Any) -> RunDir:

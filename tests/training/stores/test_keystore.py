@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError
 from elaunch.training.distributed import DistributedContext
-from tests.launching import Launcher
+from tests.launching import TORCHRUN, Launcher
 from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads
 
 Group = Callable[..., Outcome]
@@ -240,13 +240,12 @@ def test_under_each_launcher(elaunch: Launcher, tmp_path: Path, launcher: str) -
     """With the agent's store, with torchrun's, and with none."""
     script, out = tmp_path / "s.py", tmp_path / "out"
     script.write_text(SCRIPT)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     argv = {
-        "elaunch": ["-m", "elaunch", "run", "--nproc-per-node", "2"],
-        "torchrun": torchrun,
-        "alone": [],
+        "elaunch": [sys.executable, "-m", "elaunch", "run", "--nproc-per-node", "2"],
+        "torchrun": [*TORCHRUN, "--nproc-per-node", "2"],
+        "alone": [sys.executable],
     }[launcher]
-    done = elaunch.start_command([sys.executable, *argv, script, out]).wait(120)
+    done = elaunch.start_command([*argv, script, out]).wait(120)
     assert done.returncode == 0, done
     size = 1 if launcher == "alone" else 2
     assert out.read_text() == "".join(f"{r} of {size} is {r + 1}\n" for r in range(size))
