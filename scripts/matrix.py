@@ -73,6 +73,7 @@ def environment(directory: Path, base: str, torch: str) -> Path:
     words = ["--no-deps", "--only-binary=torch", f"torch=={torch}.*"]
     done = subprocess.run([*install, *words], capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode != 0:
+        print(done.stderr, file=sys.stderr)
         raise Failed("no wheel" if "No matching" in done.stderr else "cannot be installed")
     (metadata,) = directory.glob("lib/*/site-packages/torch-*.dist-info/METADATA")
     metadata.write_text(CUDAS.sub("", metadata.read_text()))
@@ -91,6 +92,8 @@ def step(name: str, words: Sequence[str], python: Path, pair: str) -> str:
     """Run one step of a pair; return its cell of the table."""
     # The tests start programs by their names: those of this environment come first.
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    # pip has compiled nothing: with no bytecode kept, each import of torch compiles all of it.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     began = time.monotonic()
     try:
         done = subprocess.run(
