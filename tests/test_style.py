@@ -54,6 +54,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "a peer that refuses does not tell when it will not: again, until a deadline": (
             "training.stores.roundstore:RoundStore._connect",
             "agent.peers.search:_OneSearch._ask",
+            "agent.hangs.watch:HangWatch._ask_nodes",
             "wire.stream:dial",
             "monitor.standing:read_standing",
             "monitor.snapshot:_settle",

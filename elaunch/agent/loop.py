@@ -54,6 +54,7 @@ log = logging.getLogger("elaunch")
 
 
 Observer = Callable[[Turn], None]
+Accuse = Callable[[State], str]
 
 
 def limits_of(settings: Settings, meets: bool) -> Limits:
@@ -76,8 +77,9 @@ def limits_of(settings: Settings, meets: bool) -> Limits:
 class Agent:
     """One run's agent; :meth:`run` returns the exit code.
 
-    What it works with is started and closed by elaunch.agent.main. Of the ``observers`` the first
-    ones see a turn before its action is done, the second ones after it, both in their order.
+    What it works with is started and closed by elaunch.agent.main. The first of the ``observers``
+    finds the culprit when a round has failed (make_turn). Of the others the first ones see a turn
+    before its action is done, the second ones after it, both in their order.
     ``standalone`` is the coordinator of a job of one node; None where several meet.
     """
 
@@ -90,7 +92,7 @@ class Agent:
         links: WorkerLinks,
         hangs: HangWatch,
         saver: AgentSaver,
-        observers: tuple[tuple[Observer, ...], tuple[Observer, ...]],
+        observers: tuple[Accuse, tuple[Observer, ...], tuple[Observer, ...]],
         standalone: Standalone | None,
     ) -> None:
         self._settings = settings
@@ -98,7 +100,7 @@ class Agent:
         self._links = links
         self._hangs = hangs
         self._saver = saver
-        self._early, self._late = observers
+        self._accuse, self._early, self._late = observers
         self._standalone = standalone
         self._inbox = inbox
         self._state = State(limits_of(settings, meets=standalone is None))
@@ -121,7 +123,7 @@ class Agent:
 
     def _serve(self, event: events.Event) -> None:
         """Handle one event to its end."""
-        turn = make_turn(self._state, event)
+        turn = make_turn(self._state, event, self._accuse)
         self._state, action = turn.after, turn.action
         self._answer(turn)
         if isinstance(action, Refuse):

@@ -27,7 +27,7 @@ from elaunch.agent.logs.console import logging_to
 from elaunch.agent.logs.files import own_log_directory
 from elaunch.agent.logs.plan import plan_of_run
 from elaunch.agent.logs.pump import LogPump
-from elaunch.agent.loop import Agent, Observer
+from elaunch.agent.loop import Accuse, Agent, Observer
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -132,7 +132,7 @@ class _Run:
         if standalone is None:
             publisher.follow(partial(times_of_node, ledger, hangs))
         stack.callback(saver.close)
-        early, late = self._observers(group, pump, hangs, publisher, ledger)
+        accuse, early, late = self._observers(group, pump, hangs, publisher, ledger)
         agent = Agent(
             settings,
             self._inbox,
@@ -140,7 +140,7 @@ class _Run:
             links=links,
             hangs=hangs,
             saver=saver,
-            observers=(early, (*late, *watching)),
+            observers=(accuse, early, (*late, *watching)),
             standalone=standalone,
         )
         prune = partial(directory.prune_for, context.run_dir, os.environ)
@@ -213,8 +213,8 @@ class _Run:
         hangs: HangWatch,
         publisher: StatusPublisher,
         ledger: Ledger,
-    ) -> tuple[tuple[Observer, ...], tuple[Observer, ...]]:
-        """Return what sees each turn of the loop before its action, and what sees it after."""
+    ) -> tuple[Accuse, tuple[Observer, ...], tuple[Observer, ...]]:
+        """Return what finds a culprit, what sees each turn before its action, and after it."""
         context, settings, record = self._context, self._context.settings, self._context.record
         reporter = Reporter(
             settings,
@@ -224,13 +224,14 @@ class _Run:
             status_record=record,
             publisher=publisher,
             progress=hangs.record,
-            scene=hangs.scene,
+            scene=hangs.take_scene,
         )
         decisions = DecisionLog(settings, context.environ)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (ledger.see, group.see, hangs.see, reporter.see, *plans, decisions.see)
         late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)
-        return early, (*late, EventLog(settings, error_file=group.error_file).see)
+        see_torchs = EventLog(settings, error_file=group.error_file).see
+        return reporter.accuse, early, (*late, see_torchs)
 
 
 def _alone(

@@ -29,6 +29,8 @@ from typing import Annotated, Any, Literal, overload
 
 from msgspec import Meta, Struct, field
 
+from elaunch.errors import HangError
+
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
 Cause = Literal["", "failure", "lost", "left", "joined", "asked"]
@@ -64,8 +66,9 @@ class WorkerFailure(
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
     cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
     ``age`` is the seconds since then when this was written, for no clock is shared; ``summary`` is
-    what happened in one line where the exit code does not show it: a hang; ``signature`` is what
-    the same failure has in common from round to round, where --max-same-failures asks for it.
+    what happened in one line where the end of this worker does not show it: a hang, or the culprit
+    if that is another rank (elaunch.rendezvous.text.accused); ``signature`` is what the same
+    failure has in common from round to round, where --max-same-failures asks for it.
     """
 
     rank: Rank
@@ -78,6 +81,11 @@ class WorkerFailure(
     node: Line = ""
     summary: Text = ""
     signature: Line = ""
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether the round hung, and no worker has failed."""
+        return bool(self.summary) and self.exitcode == HangError.exit_code
 
 
 class PlanCheckpoint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
@@ -13,6 +13,8 @@ from elaunch.text import count, listed
 MOST_NAMED = 8
 MOST_CHARACTERS = 1000
 MOST_VALUES = 4
+UNACCUSED: Final = "first to fail"
+"""The culprit of a failure whose own rank is likely its victim, where none is known."""
 
 
 class HasAddress(Protocol):
@@ -64,10 +66,17 @@ def failure(found: WorkerFailure) -> str:
     if found.rank < 0 or found.local_rank < 0:
         first_line = found.text.strip().partition("\n")[0]
         return f"{first_line or f'exit code {code}'}{where}"
-    if found.summary:
+    if found.is_hang:
         return f"{found.summary}{where}"
     rank = f"rank {found.rank} on {host}" if host else f"rank {found.rank}"
-    return f"{rank} {how_it_ended(code)}"
+    return accused(found.summary, f"{rank} {how_it_ended(code)}")
+
+
+def accused(culprit: str, first: str) -> str:
+    """Return how the ``first`` rank failed, behind the ``culprit`` if that is another one."""
+    if culprit in ("", UNACCUSED):
+        return f"{culprit}: {first}" if culprit else first
+    return f"{culprit} ({first})"
 
 
 def differences(nodes: Sequence[tuple[str, Mapping[str, str]]]) -> str:

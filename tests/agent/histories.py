@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ class Played:
 
     def __init__(self, limits: Limits, fresh: bool = False) -> None:
         self.state = State(limits)
+        self.accuse: Callable[[State], str] = lambda _: ""
         self.searches = 0
         self.due: float | None = None
         self._now = 0.0
@@ -143,7 +144,7 @@ class Played:
         return turns
 
     def _turn(self, event: events.Event) -> turn.Turn:
-        made = turn.make_turn(self.state, event)
+        made = turn.make_turn(self.state, event, self.accuse)
         self.state = made.after
         if made.begun is not None:
             self._now = 0.0

@@ -112,6 +112,24 @@ def test_the_culprit_of_two_nodes(cluster: Build, what: str) -> None:
     assert done[0].returncode == 1 or all(NODES[what] in one.stderr for one in done), done
 
 
+def test_a_rank_of_another_node_has_ended(cluster: Build) -> None:
+    """With 0, while the others go on: whichever of them fails first, that one is named."""
+    job = Job(cluster, "c10d", 2)
+    flags = ["--nnodes=2", "--nproc-per-node=2", "-r", "3"]
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    agents = [
+        job.start(n, flags, ["leaves", "2", "30", "200"], method=(), script=UNUSUAL, env=env)
+        for n in (1, 2)
+    ]
+    done = [agent.wait(DEADLINE) for agent in agents]
+    assert [one.returncode for one in done] == [1, 1], done
+    said = "rank 2 has ended (before all_reduce #|with 0, and the others have lost it)"
+    assert all(re.search(f"^{said}", one.stderr, re.M) for one in done), done
+    record = job.machines.directory.rglob("state.json")
+    reasons = [json.loads(path.read_text())["reason"] for path in record]
+    assert all(re.match(said, reason) for reason in reasons), reasons
+
+
 @pytest.mark.parametrize("begins", [0, pytest.param(1, marks=pytest.mark.trial)])
 def test_a_rank_of_another_node_does_not_come_to_init_process_group(
     cluster: Build, begins: int

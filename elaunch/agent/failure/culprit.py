@@ -35,7 +35,8 @@ from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.policy.events import HangSeen
 
 _TIMEOUTS: Final = frozenset({"E-COLLECTIVE-TIMEOUT", "E-NCCL-TIMEOUT"})
-_CLOSED: Final = frozenset({"E-PEER-LOST", "E-CONNECTION"})
+CLOSED: Final = frozenset({"E-PEER-LOST", "E-CONNECTION"})
+"""Causes of one that has lost a connection, to another rank or to something else."""
 _ABSENT: Final = re.compile(
     r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier"
     r"|\b(?P<call>\w+ #\d+): not all ranks came within \S+ s: (?P<told>.*)"
@@ -65,7 +66,7 @@ def of_failure(made: FailureReport, ended: Collection[int], size: int) -> Culpri
     Args:
         made: the report so far.
         ended: ranks that had ended with 0 when the first failed.
-        size: ranks of the job, 0 where some of them are on other nodes.
+        size: ranks of this node, and those that have ended on others; 0 where that is not known.
     """
     scene, first = made.scene, made.first
     seen = None if scene is None else scene.culprit
@@ -110,7 +111,7 @@ def _awaited(made: FailureReport, scene: Scene | None) -> Culprit | None:
 
 def _explains(seen: Culprit, first: Failure) -> bool:
     """Whether the first may have failed of that: who stands still has closed no connection."""
-    return seen.kind == "ended" or first.explanation.code not in _CLOSED
+    return seen.kind == "ended" or first.explanation.code not in CLOSED
 
 
 def _has_lost(failure: Failure) -> bool:
@@ -129,7 +130,7 @@ def _lost(made: FailureReport, ended: Collection[int], size: int) -> Culprit | N
     # Those that were stopped have failed as well if they had raised, or ended by themselves.
     failed_too = (one for one in made.stopped if one.exit.exitcode > 0 or one.message)
     lost = (made.first, *made.victims, *failed_too)
-    waited = () if made.scene is None else made.scene.waiting
+    waited = () if made.scene is None else (*made.scene.waiting, *made.scene.failed)
     went_on = sorted({*(one.exit.rank for one in lost), *waited})
     unsuccessful = [one.exit for one in (made.first, *made.victims, *made.stopped)]
     successful = size - len({one.rank for one in unsuccessful if one.exitcode})

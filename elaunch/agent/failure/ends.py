@@ -32,6 +32,7 @@ from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
+from elaunch.rendezvous.text import UNACCUSED
 from elaunch.text import one_line
 
 MAX_MESSAGE = 4000
@@ -200,6 +201,13 @@ class FailureReport(Struct, frozen=True):
         said = self.culprit.sentence if self.culprit else ""
         line = one_line(said or failed(self.likelier or self.first))
         return line if len(line) <= MAX_HEADLINE else f"{line[: MAX_HEADLINE - 2]} …"
+
+    @property
+    def accused(self) -> str:
+        """The culprit as reasons name it: "" where the first to fail is known to be the one."""
+        if self.culprit is not None and self.culprit.sentence:
+            return one_line(self.culprit.sentence)[:MAX_HEADLINE]
+        return UNACCUSED if self.first.explanation.victim else ""
 
     @property
     def signature(self) -> str:

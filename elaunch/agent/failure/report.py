@@ -146,9 +146,9 @@ def _cause(report: FailureReport) -> Iterator[str]:
         return
     if not report.headline.startswith(end.text):  # else the next lines say no less
         yield report.headline
-    told = list(_guilty(report))
-    yield from told
-    begins = "First to fail: " if told else ""
+    yield from _guilty(report)
+    guilty = () if report.culprit is None else report.culprit.ranks
+    begins = "First to fail: " if report.accused and end.rank not in guilty else ""
     yield f"{begins}{_identity(end)} on host {report.host} {end.how}{when}"
     scene = "" if report.scene is None else report.scene.sentence
     meanwhile = f"Meanwhile {scene}." if scene and not report.culprit else ""

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from elaunch.agent.failure import culprit, ends, memory, report
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.watch import SETTLE_S, no_scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -47,7 +48,8 @@ class Reporter:
     """Collects what is known of a failing round; the agent's loop calls.
 
     ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are;
-    ``scene`` returns what the others did when the first of a round failed.
+    ``scene`` asks the others what they do when the first of a round has failed
+    (HangWatch.take_scene).
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Reporter:
         status_record: StatusRecord,
         publisher: StatusPublisher,
         progress: Callable[[], ProgressRecord | None] = lambda: None,
-        scene: Callable[[int], Scene | None] = lambda _: None,
+        scene: Callable[[Exit, bool], Callable[[float], Scene | None]],
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
@@ -70,7 +72,8 @@ class Reporter:
         self._publisher = publisher
         self._progress = progress
         self._at_step: int | None = None
-        self._scene = scene
+        self._take_scene = scene
+        self._scene: Callable[[float], Scene | None] = no_scene
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
@@ -83,20 +86,33 @@ class Reporter:
     def see(self, turn: Turn) -> None:
         """Take down what cannot be seen any more when the turn's action is done."""
         state, event = turn.before, turn.event
-        if event in (state.first, state.hang):
-            self._ended = state.succeeded
-            self._notice()
+        if event == state.hang:
+            self._scene = no_scene
+            self._notice(state)
         elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
             self._show_stacks(event)
         if turn.begun is not None and self._made is None:
             self._keep(state)
+
+    def accuse(self, state: State) -> str:
+        """Return what is known of the culprit when the first has failed (FailureReport.accused)."""
+        assert state.first is not None  # its caller has looked
+        self._notice(state)
+        self._scene, meets = no_scene, state.limits.meets
+        self._kept = left = (self._left(state.first, False),)
+        lost = meets and self._make(state).code in culprit.CLOSED
+        if state.phase is Phase.RUNNING and (state.alive or lost):
+            self._scene = self._take_scene(state.first, lost)
+        self._kept = left
+        return self._make(state).accused
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""
         state = turn.before
         final = isinstance(turn.action, Finish)
         meets = state.limits.meets
-        if isinstance(turn.action, Meet) and not (meets or self._settings.max_same_failures):
+        due = meets or self._settings.max_same_failures or state.culprit
+        if isinstance(turn.action, Meet) and not due:
             return  # the next round does not wait for the report of this one
         if isinstance(turn.action, StartRound | Finish | Meet):
             self._report(state, turn.begun)
@@ -113,7 +129,7 @@ class Reporter:
         """Make and write the report, or complete it by the round that follows."""
         made = self._made
         if made is None and state.reportable:
-            made = self._make(state)
+            made = self._make(state, SETTLE_S)
             signature = made.signature if self._settings.max_same_failures else ""
             self._publisher.keep(made, signature)
         if made is None or (made is self._made and begun is None):
@@ -149,9 +165,9 @@ class Reporter:
                 self._pump.show(report.render_table(self._made))
             report.write_launcher_file(self._made, os.environ)
 
-    def _notice(self) -> None:
+    def _notice(self, state: State) -> None:
         """Take down the state of the machine when the first failure is learned of."""
-        self._noticed = time.monotonic()
+        self._noticed, self._ended = time.monotonic(), state.succeeded
         count = memory.oom_kill_count()
         self._oom = count is not None and count > (self._oom_kills or 0)
         self._oom_kills = count
@@ -165,11 +181,10 @@ class Reporter:
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
             self._at_step = _furthest(self._progress())
 
-    def _make(self, state: State) -> ends.FailureReport:
-        """Make the report of the failed round that ``state`` describes."""
+    def _make(self, state: State, patience: float = 0.0) -> ends.FailureReport:
+        """Make the report of a failed round; ``patience`` is for what other nodes answer."""
         if not self._kept:
             self._keep(state)
-        scene = self._scene(state.round)
         circumstances = ends.Circumstances(
             started_at=None if state.began is None else wall_time(state.began),
             local_world_size=state.limits.nproc,
@@ -177,7 +192,7 @@ class Reporter:
             shm_free=self._shm_free,
             hang=_hang(state),
             at_step=self._at_step,
-            scene=scene,
+            scene=self._scene(patience),
         )
         settings = self._settings
         host = socket.gethostname()
@@ -195,8 +210,16 @@ class Reporter:
         hang = state.hang
         if hang is not None and made.hang is not None:
             return culprit.of_hang(made, hang)
-        ended = [state.first_rank + local_rank for local_rank in self._ended]
-        return culprit.of_failure(made, ended, 0 if state.limits.meets else state.limits.nproc)
+        size, first = state.limits.nproc, state.first_rank
+        ended = {first + local_rank for local_rank in self._ended}
+        if state.limits.meets and state.plan is not None:
+            others = set(range(state.plan.world_size)) - set(range(first, first + size))
+            scene = made.scene
+            if scene is None or not others <= scene.seen:
+                return culprit.of_failure(made, ended, 0)
+            elsewhere = others & set(scene.ended)
+            ended, size = ended | elsewhere, size + len(elsewhere)
+        return culprit.of_failure(made, ended, 0 if state.alive else size)
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -29,30 +29,44 @@ log = logging.getLogger("elaunch")
 
 
 class OtherNodes:
-    """Asks the other nodes' agents, and answers them; ``own`` returns this node's places."""
+    """Asks the other nodes' agents, and answers them.
 
-    def __init__(self, peers: Peers, own: Callable[[int, bool], Mapping[int, RankPlace]]) -> None:
+    ``own`` returns this node's places, ``failed`` which of its ranks have failed.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        own: Callable[[int, bool], Mapping[int, RankPlace]],
+        failed: Callable[[int], Collection[int]] = lambda _: (),
+    ) -> None:
         self._peers = peers
         self._own = own
+        self._failed = failed
         peers.handle("collectives", self._on_asked)
 
     def _on_asked(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        places = self._own(int(request["round"]), bool(request.get("waited")))
+        number = int(request["round"])
+        places = self._own(number, bool(request.get("waited")))
         found = {str(rank): msgspec.to_builtins(place) for rank, place in places.items()}
-        return {"ok": True, "now": time.time(), "places": found}
+        return {"ok": True, "now": time.time(), "places": found, "failed": [*self._failed(number)]}
 
-    def places(self, begun: Round, waited: bool) -> dict[int, RankPlace]:
+    def places(
+        self, begun: Round, waited: bool, failed: set[int] | None = None
+    ) -> dict[int, RankPlace]:
         """Return where the ranks of all other nodes are; it takes ANSWER_S at most.
 
-        ``waited``: a rank is known to wait in a collective.
+        ``waited``: a rank is known to wait in a collective. ``failed`` gets those that have failed.
         """
         assert begun.plan is not None  # a job of several nodes
         own, found = begun.place.node_rank, dict[int, RankPlace]()
+        gone = set[int]() if failed is None else failed
         until = time.monotonic() + ANSWER_S
 
         def ask(node_rank: int) -> None:
             try:
-                found.update(self._ask(node_rank, until, {"round": begun.round, "waited": waited}))
+                asked = {"round": begun.round, "waited": waited}
+                found.update(self._ask(node_rank, until, asked, gone))
             except (Undelivered, LookupError, TypeError, ValueError) as error:
                 log.debug("node %d does not say where its ranks are: %s", node_rank, error)
 
@@ -62,10 +76,11 @@ class OtherNodes:
         return {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
 
     def _ask(
-        self, node_rank: int, until: float, asked: Mapping[str, object]
+        self, node_rank: int, until: float, asked: Mapping[str, object], failed: set[int]
     ) -> dict[int, RankPlace]:
         with self._peers.call(self._peers.node(node_rank), until, ANSWER_S) as line:
             answer = line.ask({"do": "collectives", **asked})
         later = time.time() - float(answer["now"])
         places = msgspec.convert(answer["places"], dict[str, RankPlace])
+        failed |= msgspec.convert(answer.get("failed", []), set[int])
         return {int(k): at_times(one, lambda call: call.at + later) for k, one in places.items()}

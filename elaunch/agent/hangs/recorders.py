@@ -127,13 +127,15 @@ _decode_group: Final = msgspec.json.Decoder(_Group).decode
 class Recorders:
     """Asks the workers of the round that runs; the loop reports them, any thread may ask.
 
-    ``run_dir`` is where they answer.
+    ``run_dir`` is where they answer. ``failed`` are ranks that have ended by themselves, and not
+    with 0.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._round: Round | None = None
         self._ended: frozenset[int] = frozenset()
+        self.failed: frozenset[int] = frozenset()
         self._since: Mapping[int, _Unrecorded] = {}
         self._first: Mapping[tuple[int, CollectiveCall], float] = {}
 
@@ -141,11 +143,16 @@ class Recorders:
         """Forget the round before, and remove what its workers have left."""
         self.close()
         self._ended, self._round, self._since = frozenset(), begun, {}
+        self.failed = frozenset()
 
     def see(self, event: events.Event) -> None:
-        """Take down which workers have ended with 0."""
-        if isinstance(event, events.Exit) and event.exitcode == 0:
+        """Take down which workers have ended with 0, and which have failed."""
+        if not isinstance(event, events.Exit):
+            return
+        if event.exitcode == 0 and not event.stopped:
             self._ended |= {event.rank}
+        elif event.exitcode > 0 or not event.stopped:
+            self.failed |= {event.rank}
 
     def places(self, pids: Mapping[int, int], until: float) -> dict[int, RankPlace]:
         """Return where the living workers are, whose ``pids`` these are by rank, and the ended.

@@ -20,7 +20,9 @@ class Scene(Struct, frozen=True):
 
     ``groups`` are those that answered, ``culprit`` is what their collectives show. ``awaited`` is
     for whom the others had waited at the last look before, if that has stood still since;
-    ``waiting`` are ranks that waited in a collective, ``leaving`` those whose interpreters ended.
+    ``waiting`` are ranks that waited in a collective, ``leaving`` those whose interpreters ended,
+    ``ended`` those that had ended with 0, ``failed`` those of other nodes that have failed. Of all
+    that were ``seen`` something is known.
     """
 
     round: int
@@ -29,6 +31,9 @@ class Scene(Struct, frozen=True):
     awaited: Culprit | None = None
     waiting: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    failed: frozenset[int] = frozenset()
+    seen: frozenset[int] = frozenset()
 
     @property
     def sentence(self) -> str:
@@ -43,6 +48,7 @@ def describe(
     *,
     before: Mapping[int, RankPlace],
     now: float,
+    failed: frozenset[int] = frozenset(),
 ) -> Scene:
     """Return the scene.
 
@@ -52,6 +58,7 @@ def describe(
         dumps: their stacks, as far as they came in time.
         before: where the workers were when last a rank was seen to wait.
         now: seconds since 1970.
+        failed: ranks of other nodes that have failed.
     """
     then = dict(before)
     for rank in then.keys() & places.keys():  # its stack shows it only now
@@ -60,14 +67,19 @@ def describe(
     if awaited is not None and not collectives.still(awaited, then, places):
         awaited = None
     # Nothing is known of one whose interpreter ends: it may be for the same failure.
-    living = {rank: place for rank, place in places.items() if not place.leaving}
+    living = {
+        rank: place for rank, place in places.items() if not (place.leaving or rank in failed)
+    }
     return Scene(
         round_number,
         stackdump.group(dumps),
         _seen_to_be(collectives.find(living, now, failed=True), dumps),
         _seen_to_be(awaited, dumps),
         waiting=tuple(rank for rank, place in living.items() if place.waits),
-        leaving=tuple(rank for rank in places if rank not in living),
+        leaving=tuple(rank for rank, place in places.items() if place.leaving),
+        ended=tuple(rank for rank, place in places.items() if place.ended),
+        failed=failed,
+        seen=failed | places.keys(),
     )
 
 

@@ -26,11 +26,12 @@ from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.watchdog import Watchdog
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import StopWorkers
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
+from elaunch.endings import Exit
 from elaunch.runs.record import AwaitedRecord, LatenessRecord, LoaderRecord, ProgressRecord
 from elaunch.wire.control import debug_socket
 
@@ -45,8 +46,17 @@ AGAIN_S: Final = 10.0
 """Seconds until the other nodes are asked again, if the workers here wait for one of them."""
 SILENT_ASKS: Final = 3
 """So often they are asked again since nothing is known of some rank."""
+MOST_ASKED: Final = 32
+"""Nodes of a job in which a node whose rank has lost another asks all: many may ask at once."""
 SCENE_S: Final = 0.05
 """Seconds for that, and for their stacks, before they are signalled since one has failed."""
+SETTLE_S: Final = 0.5
+"""Seconds in which ranks of other nodes that come to their ends are asked for again."""
+
+
+def no_scene(_: float) -> Scene | None:
+    """Return that nothing is known of the other workers."""
+    return None
 
 
 def _any_waits(places: Mapping[int, RankPlace]) -> bool:
@@ -82,7 +92,6 @@ class HangWatch:
         self._silent = 0
         self._judges_others = settings.hang_timeout != "auto"  # else one that computes may be late
         self._takes_scene = not settings.no_stacks
-        self._scene: Scene | None = None
         self._waiting: Mapping[int, RankPlace] = {}
         several = settings.rendezvous is not None
         watched = settings.hang_timeout is not None
@@ -162,23 +171,59 @@ class HangWatch:
         """Take down which workers live, and whether they are held."""
         self._progress.hear(turn.event)
         self._recorders.see(turn.event)
-        crashed = turn.event == turn.before.first and isinstance(turn.action, StopWorkers)
-        if crashed and self._takes_scene:
-            take = partial(self._take_scene, turn.before.round)
-            self._scene = bounded(take, None, "cannot see where the other workers are")
 
-    def _take_scene(self, round_number: int) -> Scene | None:
-        """Ask the workers where they are that are about to be signalled; blocks SCENE_S at most."""
+    def take_scene(self, first: Exit, lost: bool) -> Callable[[float], Scene | None]:
+        """Ask the others, before they are signalled, where they are; blocks SCENE_S at most.
+
+        Where the ``first`` has ``lost`` a rank, that may be one of another node: these are asked,
+        too. The function that is returned waits so many seconds for what is missing of that.
+        """
+        nothing: Callable[[float], Scene | None] = no_scene
+        if not self._takes_scene:
+            return nothing
+        take = partial(self._take_scene, first, lost)
+        return bounded(take, nothing, "cannot see where the other workers are")
+
+    def _take_scene(self, first: Exit, lost: bool) -> Callable[[float], Scene | None]:
+        until, elsewhere, failed = time.monotonic() + SCENE_S, dict[int, RankPlace](), set[int]()
+        answered, settled = threading.Event(), threading.Event()
+        if lost:
+            atonce.start("ask nodes", self._ask_nodes, elsewhere, failed, answered, settled)
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
-        places, dumps = self._recorders.scene(pids, time.monotonic() + SCENE_S)
-        if not places:
-            return None
-        return scene.describe(round_number, places, dumps, before=self._waiting, now=time.time())
+        pids.pop(first.rank, None)
+        places, dumps = self._recorders.scene(pids, until)
+        now, before = time.time(), self._waiting
+        if lost:
+            answered.wait(max(0.0, until - time.monotonic()))
 
-    def scene(self, round_number: int) -> Scene | None:
-        """Return where the other workers were when the first of a round failed, if it was taken."""
-        found = self._scene
-        return found if found is not None and found.round == round_number else None
+        def describe(patience: float) -> Scene | None:
+            if lost and patience:
+                settled.wait(patience)
+            found, gone = {**elsewhere, **places}, frozenset(failed)
+            if not (found or gone):
+                return None
+            return scene.describe(first.round, found, dumps, before=before, now=now, failed=gone)
+
+        return describe
+
+    def _ask_nodes(
+        self,
+        places: dict[int, RankPlace],
+        failed: set[int],
+        answered: threading.Event,
+        settled: threading.Event,
+    ) -> None:
+        """Ask the other nodes, again while a rank there comes to its end, SETTLE_S at most."""
+        begun, others, until = self._begun, self._others, time.monotonic() + SETTLE_S
+        while others is not None and begun is not None and begun.place.nodes <= MOST_ASKED:
+            found = others.places(begun, False, failed)
+            places.update(found)
+            answered.set()
+            if time.monotonic() > until or not any(place.leaving for place in found.values()):
+                break
+            time.sleep(SCENE_S)
+        answered.set()
+        settled.set()
 
     def _places(self, pids: Mapping[int, int]) -> Mapping[int, RankPlace]:
         patience = ANSWER_S if self._watchdog is None else min(self._watchdog.tick, ANSWER_S)
@@ -250,6 +295,12 @@ class HangWatch:
         if not waited and not _any_waits(places):
             return places  # a worker that ends while its stack is asked for may abort
         return self._recorders.with_receives(places, pids, time.monotonic() + RECEIVE_S)
+
+    def failed(self, round_number: int) -> frozenset[int]:
+        """Return which ranks of this node have failed in that round; any thread may ask."""
+        begun = self._begun
+        is_known = begun is not None and begun.round == round_number
+        return self._recorders.failed if is_known else frozenset()
 
     def _everywhere(self) -> Mapping[int, RankPlace]:
         """Return where the ranks of all nodes are, which takes seconds.

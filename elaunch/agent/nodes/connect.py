@@ -76,7 +76,7 @@ def join(
     meeting = Meeting(_store_opener(opener, peers, group), agreed, key_of, world)
     saver.meet(meeting.read_plan, peers)
     peers.attach(saver)
-    hangs.meet(OtherNodes(peers, hangs.places))
+    hangs.meet(OtherNodes(peers, hangs.places, hangs.failed))
     views.meet(peers)
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),

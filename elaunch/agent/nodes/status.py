@@ -82,7 +82,7 @@ class StatusPublisher:
         self._port = port
         self._clock = clock
         self._joined = False
-        self._text = self._signature = ""
+        self._text = self._signature = self._culprit = ""
         self._printed: tuple[int, str] | None = None
         self._logged: set[str] = set()
         self._times: Callable[[], NodeTimes | None] = lambda: None
@@ -133,10 +133,11 @@ class StatusPublisher:
     def keep(self, report: FailureReport, signature: str) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""
         self._text, self._signature = render_cause(report)[:MAX_TEXT], signature
+        self._culprit = report.accused
 
     def _failure(self, state: State) -> WorkerFailure | None:
         if not state.failed:
-            self._text = self._signature = ""
+            self._text = self._signature = self._culprit = ""
             return None
         first = state.first
         if state.hang is not None and state.hung:
@@ -149,7 +150,9 @@ class StatusPublisher:
             code, text = ServerError.exit_code, failure(state)
             return self._made(state.first_rank, -1, 0, code, text, 0.0)
         age = self._clock() - first.at
-        return self._made(first.rank, first.local_rank, first.pid, first.exitcode, self._text, age)
+        rank, local_rank, pid, code = first.rank, first.local_rank, first.pid, first.exitcode
+        made = self._made(rank, local_rank, pid, code, self._text, age)
+        return replace(made, summary=self._culprit if self._text else state.culprit)
 
     def _made(
         self, rank: int, local_rank: int, pid: int, code: int, text: str, age: float

@@ -95,7 +95,7 @@ def _cannot_start(state: State, error: type[ElaunchError], what: str, code: str 
 def _on_exit(state: State, event: events.Exit) -> Decision:
     if event.round != state.round or state.alive:
         if state.phase is Phase.RUNNING and event == state.first:
-            return _stop_siblings(state, event)
+            return _stop_siblings(state)
         return NOTHING
     if state.phase is Phase.RUNNING and not state.failed:
         what = "all workers ended with 0"
@@ -104,7 +104,8 @@ def _on_exit(state: State, event: events.Exit) -> Decision:
         reason = f"{what}; ending what they left, if anything"
         return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
     if state.phase is Phase.RUNNING:
-        return EndTree(), f"{event.text}; no other worker is left"
+        what = failure(state) if event == state.first else event.text
+        return EndTree(), f"{what}; no other worker is left"
     if state.phase is Phase.STOPPING and state.interrupted is not None and not state.failed:
         return EndTree(signal.SIGTERM, state.limits.shutdown_timeout), "all workers have ended"
     if state.phase is Phase.STOPPING:
@@ -112,10 +113,10 @@ def _on_exit(state: State, event: events.Exit) -> Decision:
     return NOTHING
 
 
-def _stop_siblings(state: State, event: events.Exit) -> Decision:
+def _stop_siblings(state: State) -> Decision:
     others = len(state.alive)
     grace = state.limits.sibling_grace
-    reason = f"{event.text}; stopping the other {workers(others)}, grace {grace:g} s"
+    reason = f"{failure(state)}; stopping the other {workers(others)}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
 
 

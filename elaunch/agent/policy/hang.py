@@ -42,7 +42,7 @@ def elsewhere(state: State, plan: Plan) -> Decision | None:
     """
     if state.taking:
         return NOTHING if state.stacks is None else None
-    if not state.limits.takes_stacks or plan.failure is None or not plan.failure.summary:
+    if not state.limits.takes_stacks or plan.failure is None or not plan.failure.is_hang:
         return None
     return TakeStacks(), f"{plan.reason}; taking the stacks of {workers(len(state.alive))}"
 

@@ -50,6 +50,7 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import HangError, ServerError
 from elaunch.rendezvous.plan import HeldShards, Plan, RestartRequest
+from elaunch.rendezvous.text import accused
 from elaunch.runs.record import SavesRecord
 from elaunch.text import count, duration
 from elaunch.wire.worker import Notice
@@ -99,7 +100,8 @@ class State(Struct, frozen=True):
     Attributes:
         limits, phase, round: what the user asked for, where the agent is, in which round.
         alive, succeeded: local ranks of the workers that run, and of those that ended with 0.
-        first: the worker whose failure ended the round.
+        first: the worker whose failure ended the round; ``culprit``: what was known then of the
+            rank to blame for it (elaunch.rendezvous.text.accused), "" if that is the same.
         later: the workers that failed by themselves after it.
         stopped: the workers that ended after they were asked to.
         interrupted: the first signal that ends the job; ``sigints``, ``sigterms`` count signals.
@@ -132,6 +134,7 @@ class State(Struct, frozen=True):
     round: int = 0
     alive: frozenset[int] = frozenset()
     first: events.Exit | None = None
+    culprit: str = ""
     later: tuple[events.Exit, ...] = ()
     stopped: tuple[events.Exit, ...] = ()
     succeeded: frozenset[int] = frozenset()
@@ -385,7 +388,7 @@ def failure(state: State) -> str:
     if state.hang is not None and state.hung:
         return state.hang.reason
     if state.first is not None:
-        return state.first.text
+        return accused(state.culprit, state.first.text)
     return server_ended(state.server_lost or 0)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +136,7 @@ class StatusRecord:
     def see(self, turn: Turn) -> None:
         """Write down what the turn has changed."""
         record, state, event, action = self._record, turn.after, turn.event, turn.action
-        reason = _with_culprit(turn.reason, record["failure"], record["round"])
+        reason = turn.reason
         if isinstance(event, events.WorkerStarted) and event.round == state.round:
             self._note_start(event)
         elif isinstance(event, events.Exit) and event.round == state.round:
@@ -276,18 +275,6 @@ class StatusRecord:
         worker = self._record["workers"][event.local_rank]
         worker["state"], worker["exit"], worker["exit_code"] = name, event.word, code
         worker["ended_at"] = wall_time(event.at)
-
-
-def _with_culprit(reason: str, failure: Mapping[str, Any] | None, number: int) -> str:
-    """Return a reason that names the first to fail, behind the rank that is to blame for it.
-
-    ``failure`` is the newest report; it counts if it is of the round ``number``.
-    """
-    if failure is None or failure["hang"] or not failure["culprit"] or failure["round"] != number:
-        return reason
-    rank, did = f"rank {failure['first']['rank']}", failure["first"]["ended"]
-    found = re.match(rf"{rank}( on \S+)? {re.escape(did)}", reason)
-    return reason if found is None else f"{failure['culprit']} ({found[0]}){reason[found.end() :]}"
 
 
 def _nodes(nodes: Sequence[Node]) -> list[NodeRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from elaunch.agent.failure.reporter import Reporter
+from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StartRound
 from elaunch.agent.policy.state import Limits
 from elaunch.agent.policy.turn import Turn
+from elaunch.endings import Exit
 from elaunch.runs.directory import RunDir
 from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import ENDING, RUNS, SECOND, seen
@@ -30,6 +33,9 @@ class Rig:
         self.said: list[str] = []
         self.noted: list[Mapping[str, Any]] = []
         self.tail = ["the last words"]
+        self.scene: Scene | None = None
+        self.asked: list[bool] = []
+        self.reasons: list[str] = []
         pump = SimpleNamespace(
             paths=lambda _: (None, None), tail=lambda *_: list(self.tail), show=self.said.append
         )
@@ -39,13 +45,20 @@ class Rig:
         settings = SimpleNamespace(entrypoint="t.py", max_same_failures=0)
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
         known: Any = {"group": group, "status_record": record, "publisher": publisher}
-        known["scene"] = lambda _: None
+        known["scene"] = self.take_scene
         self.reporter = Reporter(settings, run_dir, pump, **known)  # type: ignore[arg-type]
+
+    def take_scene(self, _: Exit, lost: bool) -> Callable[[float], Scene | None]:
+        """Return the scene; note whether other nodes would be asked."""
+        self.asked.append(lost)
+        return lambda _: self.scene
 
     def show(self, limits: Limits, *history: events.Event) -> Turn:
         """Show the turns of a history, as the loop does; return the last."""
         played = Played(limits)
+        played.accuse = self.reporter.accuse
         for taken in (each for event in history for each in played.take(event)):
+            self.reasons.append(taken.reason)
             self.reporter.see(taken)
             if taken.begun is not None and taken.begun.round > 0:
                 self.tail.clear()  # the pump has opened the next round
@@ -102,6 +115,42 @@ def test_a_rank_that_ended_with_0_is_what_the_others_lost(tmp_path: Path, ended:
     assert rig.noted[-1]["culprit"] == (told if ended else None)
     assert rig.noted[-1]["culprit_ranks"] == ([1] if ended else [])
     assert rig.said[0].startswith(told) is ended
+
+
+ENDED = Culprit((1,), "rank 1 has ended before all_reduce #7", lasting=True, kind="ended")
+
+
+@pytest.mark.parametrize(
+    ("tail", "scene", "said"),
+    [
+        (LOST, Scene(0, (), ENDED), f"{ENDED.sentence} (rank 0 exited with code 1)"),
+        (LOST, Scene(0, ()), "first to fail: rank 0 exited with code 1"),
+        (LOST, None, "first to fail: rank 0 exited with code 1"),
+        (("the last words",), Scene(0, (), ENDED), "rank 0 exited with code 1"),
+    ],
+)
+def test_the_line_of_a_failure_names_the_culprit_if_it_is_known(
+    tmp_path: Path, tail: tuple[str, ...], scene: Scene | None, said: str
+) -> None:
+    """Who fails first is not accused where it may be a victim; how the others end shows more."""
+    rig = Rig(tmp_path)
+    rig.tail[:], rig.scene = tail, scene
+    rig.show(Limits(3), READY, *map(started, range(3)), exited(1, 0), exited(0, 1))
+    assert f"{said}; stopping the other 1 worker, grace 5 s" in rig.reasons
+    assert rig.asked == [False] and rig.noted == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_of_another_node_has_ended(tmp_path: Path, known: bool) -> None:
+    """The others' agents say so, where the first has lost a connection: here ranks 3 and 4 run."""
+    rig = Rig(tmp_path)
+    rig.tail[:] = LOST
+    failed = frozenset((0, 1) if known else ())
+    rig.scene = Scene(0, (), ended=(2,), failed=failed, seen=failed | {2})
+    history = (*RUNS, exited(0, 1), seen(ENDING), exited(1, -15, stopped=True), gone())
+    rig.show(Limits(2, meets=True), *history)
+    assert rig.asked == [True]
+    assert rig.noted[-1]["culprit_ranks"] == ([2] if known else [])
 
 
 @pytest.mark.parametrize(("named", "culprit"), [(True, [1]), (False, [])])

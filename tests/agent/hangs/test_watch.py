@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -20,9 +19,9 @@ from elaunch.agent.hangs.judge import HangVerdict
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.hangs.watch import SILENT_ASKS, HangWatch
 from elaunch.agent.policy import events
-from elaunch.agent.policy.actions import StopWorkers
 from elaunch.agent.policy.turn import Round
 
+FIRST = events.Exit(0, 0, 0, 1, 1, 0.0)
 FOUND = HangVerdict((1,), "rank 1 has made no progress for 61 s", "collectives", patience=60.0)
 
 
@@ -45,7 +44,7 @@ class Explained:
         self.watch: HangWatch = made(settings, nothing, group, lines=None, post=lambda _: None)
         self.own: dict[int, RankPlace] = {}
         self.elsewhere: dict[int, RankPlace] = {}
-        world = SimpleNamespace(world_size=4 if others else 2)
+        world = SimpleNamespace(world_size=4 if others else 2, nodes=2 if others else 1)
         self.watch._begun = cast(Round, SimpleNamespace(round=0, place=world))
         monkeypatch.setattr(self.watch, "places", lambda *_: self.own)
         monkeypatch.setattr(watch, "AGAIN_S", 5.0)
@@ -167,7 +166,7 @@ def test_for_whom_all_had_waited_when_they_failed(
     now = structs.replace(outside, done=13) if moved else outside
     places, dumps = {0: RankPlace(leaving=True), 1: now}, {1: Dump(("File x",))}
     monkeypatch.setattr(recorders, "scene", lambda *_: (places, dumps))
-    found = explained.watch._take_scene(0)
+    found = explained.watch._take_scene(FIRST, False)(0.0)
     assert found is not None and found.culprit is None and found.leaving == (0,)
     assert (found.awaited is None) is moved
     if found.awaited is not None:
@@ -175,10 +174,10 @@ def test_for_whom_all_had_waited_when_they_failed(
         assert found.awaited.ranks == (1,)
         # Without its stack nobody knows that it receives nothing.
         dumps.clear()
-        found = explained.watch._take_scene(0)
+        found = explained.watch._take_scene(FIRST, False)(0.0)
         assert found is not None and found.awaited is not None and not found.awaited.ranks
         places[1] = receiving()
-        found = explained.watch._take_scene(0)
+        found = explained.watch._take_scene(FIRST, False)(0.0)
         assert found is not None and found.awaited is None
 
 
@@ -193,7 +192,7 @@ def test_a_rank_whose_stack_did_not_come_is_not_accused_of_a_crash(
         monkeypatch.setattr(
             explained.watch._recorders, "scene", lambda *_, places=places: (places, {})
         )
-        found = explained.watch._take_scene(0)
+        found = explained.watch._take_scene(FIRST, False)(0.0)
         assert found is not None and found.culprit is not None
         assert found.culprit.ranks == ranks
 
@@ -206,14 +205,36 @@ def test_a_scene_in_a_file_system_that_hangs(
     answers = threading.Event()
     monkeypatch.setattr("elaunch.agent.patience.FILES_S", 0.05)
     monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_: answers.wait(20.0))
-    first = events.Exit(0, 0, 0, 1, 1, 0.0)
-    before = SimpleNamespace(first=first, round=0)
-    turn: Any = SimpleNamespace(event=first, before=before, action=StopWorkers(signal.SIGTERM, 0.0))
     began = time.monotonic()
-    explained.watch.see(turn)
+    assert explained.watch.take_scene(FIRST, False)(0.0) is None
     assert time.monotonic() - began < 15
-    assert explained.watch.scene(0) is None
     answers.set()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_other_nodes_are_asked_by_one_that_has_lost_a_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: bool
+) -> None:
+    """And again while a rank there comes to its end."""
+    explained = Explained(monkeypatch, tmp_path, others=True)
+    waits = inside(1.0, (0, 1, 2, 3))
+    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_: ({1: waits}, {}))
+    answers = [({2: RankPlace(ended=True), 3: RankPlace(leaving=True)}, ()), ({}, (3,))]
+
+    def places(_: Round, __: bool, failed: set[int]) -> Mapping[int, RankPlace]:
+        found, gone = answers.pop(0)
+        failed.update(gone)
+        return found
+
+    explained.watch.meet(cast(Any, SimpleNamespace(places=places)))
+    found = explained.watch.take_scene(FIRST, lost)(10.0)
+    assert found is not None
+    assert found.seen == ({1, 2, 3} if lost else {1})
+    assert (found.ended, found.failed, found.leaving) == (
+        ((2,), {3}, (3,)) if lost else ((), set(), ())
+    )
+    assert (found.culprit is not None and found.culprit.ranks == (2,)) is lost
+    assert len(answers) == (0 if lost else 2)
 
 
 def test_no_stack_is_asked_for_where_nobody_waits(

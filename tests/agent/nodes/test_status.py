@@ -13,6 +13,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Nothing
 from elaunch.agent.policy.state import Limits, State
 from elaunch.agent.policy.turn import Turn
+from elaunch.rendezvous import text
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
@@ -165,6 +166,25 @@ def test_who_leaves_says_why_and_with_which_code(
     publisher.publish(turn_to(*history))
     record = meeting.records[-1]
     assert (record.state, record.reason, record.exit_code) == ("leaving", reason, code)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "line"),
+    [
+        ("", "rank 4 on node1 exited with code 7"),
+        ("first to fail", "first to fail: rank 4 on node1 exited with code 7"),
+        ("rank 3 has ended", "rank 3 has ended (rank 4 on node1 exited with code 7)"),
+    ],
+)
+def test_a_failure_is_sent_with_its_culprit(
+    publisher: StatusPublisher, meeting: Recorder, culprit: str, line: str
+) -> None:
+    """That is the reason of the restart then, on all nodes."""
+    turn = turn_to(*RUNS, exited(1, 7))
+    after = structs.replace(turn.after, culprit=culprit)
+    publisher.publish(structs.replace(turn, after=after))
+    found = meeting.records[-1].failure
+    assert found is not None and text.failure(found) == line and not found.is_hang
 
 
 def test_the_loss_of_the_server_is_a_failure(publisher: StatusPublisher, meeting: Recorder) -> None:

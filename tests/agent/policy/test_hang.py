@@ -231,8 +231,10 @@ def seen(plan: Plan) -> events.PlanSeen:
 
 
 STOP = StopWorkers(signal.SIGTERM, 5.0)
+VICTIM = replace(TOLD, exitcode=1, summary="rank 1 has ended before all_reduce #7")
 JOB_TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action]] = {
     "a hang on another node": (MEETS, (seen(OTHERS),), TakeStacks()),
+    "a failure there": (MEETS, (seen(replace(CRASH, failure=VICTIM)),), STOP),
     "its plan again": (MEETS, (seen(OTHERS), seen(OTHERS)), Nothing()),
     "then the workers are stopped": (MEETS, (seen(OTHERS), taken()), STOP),
     "also if the stacks do not come": (MEETS, (seen(OTHERS), DEADLINE), STOP),

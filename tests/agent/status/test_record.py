@@ -160,32 +160,6 @@ def test_how_long_a_run_lasts_where_the_clock_is_set(
     assert 0 <= found["history"][0]["lasted_s"] <= lasted(found, 0.0) < 600
 
 
-FAILURE = {
-    "round": 2,
-    "hang": None,
-    "culprit": "rank 2 has ended before all_reduce #7; rank 0 waits there since 1 s",
-    "first": {"rank": 3, "ended": "exited with code 1"},
-}
-
-
-@pytest.mark.parametrize("first", ["rank 3 exited with code 1", "rank 3 on b exited with code 1"])
-def test_the_rank_to_blame_comes_before_the_first_to_fail(first: str) -> None:
-    """In the reason of a restart, and of the end; nothing else that a report says is in it."""
-    reason = f"{first}; restart 1 of 3"
-    told = f"{FAILURE['culprit']} ({first}); restart 1 of 3"
-    assert recordwriter._with_culprit(reason, FAILURE, 2) == told
-    others = (
-        {"culprit": None},
-        {"hang": {}, "culprit": None},
-        {"round": 1},
-        {"hang": {"ranks": [1]}},
-    )
-    for more in others:
-        assert recordwriter._with_culprit(reason, {**FAILURE, **more}, 2) == reason
-    assert recordwriter._with_culprit("stopped by SIGTERM", FAILURE, 2) == "stopped by SIGTERM"
-    assert recordwriter._with_culprit(reason, None, 2) == reason
-
-
 def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
     """Each agent writes its record at each change: N times N nodes would be most of a round. A
     command that asks any agent sees all of them."""
