@@ -130,7 +130,7 @@ class _Run:
         )
         publisher, standalone = self._join(group, pump.show, saver, hangs, views)
         if standalone is None:
-            publisher.follow(partial(times_of_node, ledger, hangs))
+            publisher.follow(partial(times_of_node, ledger, hangs), hangs.awaited)
         stack.callback(saver.close)
         accuse, early, late = self._observers(group, pump, hangs, publisher, ledger)
         agent = Agent(

@@ -215,6 +215,7 @@ class Dashboard:
                 "name_shown": row["run_id"] if ids[row["run_id"]] == 1 else handle(of.run),
                 "live": of.live,
                 "bad": of.state in BAD,
+                "awaited": of.record.get("awaited") if of.record and of.live else None,
             }
             for row, of in rows
         ]

@@ -32,6 +32,7 @@ def run_document(view: RunView) -> dict[str, Any]:
     standing = view.standing
     return {
         **view.record,
+        **({} if view.awaited is None else {"awaited": view.awaited}),
         "dir": str(standing.run.path),
         "state": standing.state,
         "recorded_state": view.record["state"],
@@ -39,6 +40,9 @@ def run_document(view: RunView) -> dict[str, Any]:
         "agent": {**view.record["agent"], "condition": standing.agent},
         "duration_s": standing.duration_s,
         "read_at": standing.taken_at,
+        "history": [
+            {**entry, "duration_s": standing.round_s(entry)} for entry in view.record["history"]
+        ],
         "workers": [_worker(worker) for worker in view.workers],
         "other_nodes": [
             {

@@ -82,6 +82,10 @@ def _cause(view: JobView) -> Iterator[str]:
         yield f"the store does not answer, this is what it said last: {view.stale}"
     if view.reason:
         yield view.reason
+    # All nodes whose ranks wait say the same of the rank that they wait for.
+    notes = (node.record.note for node in view.nodes if node.record is not None)
+    if view.live and (note := next(filter(None, notes), "")):
+        yield f"attention: {note}"
     plan, times = view.plan, view.times
     if view.live and times is not None and (late := to_record(times)["late"]) is not None:
         yield f"attention: {verdict.late_text(late)}"

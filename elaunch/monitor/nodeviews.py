@@ -25,7 +25,7 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, WorkerView
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.runs.identity import WorkerRecord, condition
-from elaunch.runs.record import ProgressRecord, Record
+from elaunch.runs.record import AwaitedRecord, ProgressRecord, Record
 from elaunch.runs.usage import Usage
 from elaunch.wire import control
 from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S, WORKERS_S
@@ -245,6 +245,7 @@ class _Workers(msgspec.Struct):
     workers: list[WorkerRecord]
     usage: list[Usage | None]
     progress: ProgressRecord | None = None
+    awaited: AwaitedRecord | None = None
 
 
 @dataclass
@@ -333,7 +334,7 @@ class RemoteWorkers:
         workers = tuple(WorkerView(one, one["state"], used) for one, used in rows)
         progress = tuple(answer.progress["workers"]) if answer.progress else ()
         age = time.monotonic() - at
-        return NodeReading(number, host, workers, progress, age, problem)
+        return NodeReading(number, host, workers, progress, age, problem, answer.awaited)
 
 
 def _known_problem(problem: str) -> str:

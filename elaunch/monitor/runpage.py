@@ -151,9 +151,9 @@ def _cause(view: RunView) -> Iterator[str]:
     """Yield why the run is in its state; of a failure also the failed worker's report."""
     if view.standing.reason:
         yield one_line(view.standing.reason)
-    lateness, awaited = view.record.get("lateness"), view.record.get("awaited")
-    if awaited is not None:
-        yield f"attention: {one_line(awaited['text'])}"
+    if view.awaited is not None:
+        yield f"attention: {one_line(view.awaited['text'])}"
+    lateness = view.record.get("lateness")
     if lateness is not None and lateness["slow"] is not None and view.standing.live:
         yield f"attention: {verdict.late_text(verdict.last_rank(lateness))}"
     failure = view.record["failure"]
@@ -316,14 +316,7 @@ def _history(history: Sequence[RoundRecord], standing: Standing) -> Table:
 
 
 def _round_row(entry: RoundRecord, standing: Standing) -> tuple[Cell, ...]:
-    until, lasted = entry["ended_at"], None
-    if until is not None or standing.agent == "answers":
-        lasted = entry.get("lasted_s")
-    if until is None and standing.live:
-        until = standing.taken_at
-    if lasted is None and until is not None:
-        lasted = max(0.0, until - entry["started_at"])
-    recovery = entry["recovery_s"]
+    lasted, recovery = standing.round_s(entry), entry["recovery_s"]
     return (
         Cell(str(entry["round"])),
         Cell(moment(entry["started_at"], standing.taken_at)),

@@ -12,7 +12,7 @@ from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import WorkerRecord
-from elaunch.runs.record import Record, WorkerProgressRecord
+from elaunch.runs.record import AwaitedRecord, Record, WorkerProgressRecord
 from elaunch.runs.usage import Measurement, Usage, measure_since, usage
 from elaunch.text import duration, one_line
 
@@ -41,7 +41,7 @@ class NodeReading:
     """The answer of another node's agent about its workers.
 
     ``age_s`` is how old that is, None where it has not answered in this round; ``problem`` why it
-    does not answer now, or "".
+    does not answer now, or ""; ``awaited`` for which rank its ranks have waited for long.
     """
 
     node: int
@@ -50,6 +50,7 @@ class NodeReading:
     progress: tuple[WorkerProgressRecord, ...] = ()
     age_s: float | None = None
     problem: str = ""
+    awaited: AwaitedRecord | None = None
 
     @property
     def note(self) -> str:
@@ -79,6 +80,12 @@ class RunView:
     latest_note: str | None
     measurements: Mapping[int, Measurement]
     others: tuple[NodeReading, ...] = ()
+
+    @property
+    def awaited(self) -> AwaitedRecord | None:
+        """For which rank others have waited for long, as this node says, or another one."""
+        everyone = (self.record.get("awaited"), *(node.awaited for node in self.others))
+        return next(filter(None, everyone), None)
 
     @property
     def has_others(self) -> bool:

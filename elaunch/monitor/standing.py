@@ -27,7 +27,7 @@ from typing import Final, Literal
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, list_runs
 from elaunch.runs.identity import WorkerRecord, condition, worker_is_alive
-from elaunch.runs.record import LIVE_STATES, Record, check, lasted
+from elaunch.runs.record import LIVE_STATES, Record, RoundRecord, check, lasted
 from elaunch.wire.control import ask
 
 LOST: Final = "LOST"
@@ -70,9 +70,16 @@ class Standing:
         """Return how long the run has lasted in seconds; None where its end is not known."""
         if self.record is None:
             return None
-        if self.agent in ("answers", "ended"):
-            return lasted(self.record, self.taken_at)
-        return max(0.0, self.taken_at - self.record["started_at"]) if self.live else None
+        return self._lasted(self.record, self.agent in ("answers", "ended"))
+
+    def round_s(self, entry: RoundRecord) -> float | None:
+        """Return how long a round of it has lasted in seconds; None where its end is not known."""
+        return self._lasted(entry, entry["ended_at"] is not None or self.agent == "answers")
+
+    def _lasted(self, part: Record | RoundRecord, known: bool) -> float | None:
+        if known:
+            return lasted(part, self.taken_at)
+        return max(0.0, self.taken_at - part["started_at"]) if self.live else None
 
 
 def overview(environ: Mapping[str, str], everything: bool = False) -> tuple[Standing, ...]:

@@ -193,7 +193,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         failure: the first failure on this node in ``round``.
         reason: why it leaves, if it does.
         exit_code: what it ends with, if it leaves (128 + n for a signal).
-        note: what the agent wants a reader to see (a stuck process), or "".
+        note: for which rank this node's ranks have waited for long, or "".
         listens: whether its workers can be asked to save and to end (should_preempt()).
         preempted: why its workers, which have ended with 0, are not done: the job was asked to end
             (``stop``) or its nodes change (``resize``); or "".

@@ -338,8 +338,8 @@ def check(data: object, source: str) -> Record:
     return cast("Record", data)
 
 
-def lasted(record: Record, now: float) -> float:
-    """Return for how many seconds a run has lasted that has ended, or goes on ``now``."""
+def lasted(record: Record | RoundRecord, now: float) -> float:
+    """Return how many seconds a run, or a round, has lasted that has ended, or goes on ``now``."""
     seconds = (record["ended_at"] or now) - record["started_at"]
     return max(0.0, record.get("lasted_s", seconds))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import urllib.request
 import warnings
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.dashboard.browser import Browser, Page, chromium
+from tests.integration.jobs import ATTENTIVE, UNUSUAL
 from tests.integration.watching import server_of
 from tests.launching import Launcher, Running, free_port
 
@@ -141,6 +143,25 @@ PAINTED = """(() => {
   }
   return found;
 })()"""
+
+
+def test_a_person_sees_for_which_rank_the_others_wait(elaunch: Launcher, tmp_path: Path) -> None:
+    """In the list of runs, and above all else on the page of the run."""
+    words = ["run", "--nproc-per-node=3", "--run-id=job", str(UNUSUAL), "absent", "1", "0", "60"]
+    job = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
+    server = elaunch.start(["dashboard", "--port", "0"])
+    address = server.wait_for_line(r"^(http://\S+/)$")[1]
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    with chromium(tmp_path / "profile") as browser:
+        page = browser.open(address)
+        page.wait(f"document.querySelector('td strong')?.innerText.includes({said!r})")
+        page.evaluate("location.hash = '#/run/job'")
+        page.wait(f"document.querySelector('#attention .note')?.innerText.startsWith({said!r})")
+        assert page.evaluate("document.querySelector('#attention a').hash") == "#/run/job/stacks"
+        assert browser.problems == []
+    for running in (job, server):
+        running.send_signal(signal.SIGTERM)
+        running.wait()
 
 
 def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: Path) -> None:

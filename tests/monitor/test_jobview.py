@@ -124,6 +124,16 @@ def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
     assert (over.state, over.reason) == ("COMPLETED", PLAN.reason)
 
 
+def test_the_rank_for_which_the_others_wait() -> None:
+    """Each node whose ranks wait says so; it is shown once, above all else."""
+    note = "rank 11 has not entered all_reduce #7; ranks 0-10 wait there since 42 s"
+    members = {"aaaaaa": agent(1, note=note), "bbbbbb": agent(2, slots=4, note=note)}
+    lines = plain(job_page(viewed(**members))).splitlines()
+    assert lines.count(f"  attention: {note}") == 1 and lines.index(f"  attention: {note}") == 2
+    over = structs.replace(PLAN, phase="over", exit_code=0)
+    assert "attention" not in plain(job_page(viewed(over, **members)))
+
+
 def test_an_agent_whose_record_is_refused_is_still_there() -> None:
     view = view_job(
         "train", PLACE, StoredJob(None, 0, {}, {"aaaaaa": "its signature is wrong"}), NOW

@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from elaunch.monitor.document import run_document
 from elaunch.monitor.page import Table, plain, styled
 from elaunch.monitor.runpage import list_page, parts_of, run_page
-from elaunch.monitor.snapshot import LatestCheckpoint, RunView, WorkerView
+from elaunch.monitor.snapshot import LatestCheckpoint, NodeReading, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
-from elaunch.runs.record import Record
+from elaunch.runs.record import AwaitedRecord, Record
 from elaunch.runs.usage import Usage
 from tests.monitor.played_agent import new_record
 
@@ -86,6 +87,16 @@ def test_the_rank_for_which_the_others_wait(tmp_path: Path) -> None:
     found = {"ranks": [1], "text": "rank 1 has not entered x\x1b #7"}
     lines = plain(run_page(viewed(tmp_path, awaited=found))).splitlines()
     assert "  attention: rank 1 has not entered x\\x1b #7" in lines
+
+
+def test_another_nodes_ranks_wait(tmp_path: Path) -> None:
+    """The rank for which they wait is of this node, say, on which none does."""
+    found: AwaitedRecord = {"ranks": [1], "text": "rank 1 has not entered all_reduce #7"}
+    view = replace(viewed(tmp_path), others=(NodeReading(1, "node2", awaited=found),))
+    assert "  attention: rank 1 has not entered all_reduce #7" in plain(run_page(view)).splitlines()
+    assert run_document(view)["awaited"] == found and "awaited" not in run_document(
+        viewed(tmp_path)
+    )
 
 
 def test_a_victim_is_said_to_be_one(tmp_path: Path) -> None:
@@ -331,6 +342,8 @@ def test_rounds_are_shown_from_the_second_on_and_the_last_ten(tmp_path: Path) ->
     assert [row[0] for row in shown] == [str(number) for number in range(4, 14)]
     assert shown[0] == ["4", "11:58:24", "1.0", "s", "0.052", "s", "20", "because", "4"]
     assert shown[-1][2:4] == ["1m", "27s"]
+    document = run_document(viewed(tmp_path, history=rounds(14)))
+    assert [entry["duration_s"] for entry in document["history"]][-2:] == [1.0, 87.0]
 
 
 def test_a_lifetime_budget(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from elaunch.rendezvous.plan import (
     WorkerFailure,
 )
 from elaunch.rendezvous.text import differences
+from elaunch.runs.record import AwaitedRecord
 from elaunch.text import block, count
 
 if TYPE_CHECKING:
@@ -86,10 +87,15 @@ class StatusPublisher:
         self._printed: tuple[int, str] | None = None
         self._logged: set[str] = set()
         self._times: Callable[[], NodeTimes | None] = lambda: None
+        self._awaited: Callable[[], AwaitedRecord | None] = lambda: None
 
-    def follow(self, times: Callable[[], NodeTimes | None]) -> None:
-        """Publish where the time of this node's slots went, too, from now on."""
-        self._times = times
+    def follow(
+        self,
+        times: Callable[[], NodeTimes | None],
+        awaited: Callable[[], AwaitedRecord | None] = lambda: None,
+    ) -> None:
+        """Publish where the time of this node's slots went, and for which rank its ranks wait."""
+        self._times, self._awaited = times, awaited
 
     def see(self, turn: Turn) -> None:
         """Log what a new plan has beside rounds."""
@@ -125,10 +131,15 @@ class StatusPublisher:
             reason=_reason(state),
             exit_code=_own_code(state),
             times=self._times() if is_due else old.times,
+            note=self._note(own_state) if is_due else old.note,
         )
         if _essentials(made) != _essentials(old) or _is_stale(old.times, made.times):
             self._record = made
             self._meeting.publish(made)
+
+    def _note(self, own_state: AgentState) -> str:
+        found = self._awaited() if own_state == "running" else None
+        return "" if found is None else found["text"][:MAX_TEXT]
 
     def keep(self, report: FailureReport, signature: str) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""

@@ -234,7 +234,7 @@ class NodeViews:
         pids = [one["pid"] for one in workers if one["pid"] and one["state"] == "RUNNING"]
         before, self._measured = usage.measure_since(self._measured, pids)
         used = usage.usage(before, self._measured)
-        found = {name: record.get(name) for name in ("round", "workers", "progress")}
+        found = {name: record.get(name) for name in ("round", "workers", "progress", "awaited")}
         return {**found, "usage": [msgspec.to_builtins(used.get(one["pid"])) for one in workers]}
 
     def _profile(self, rank: int, seconds: int, native: bool) -> dict[str, object]:

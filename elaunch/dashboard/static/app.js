@@ -122,7 +122,8 @@ function runsView(root, first) {
           return {
             class: "link", onclick: () => { location.hash = to; },
             cells: [h("a", { href: to }, run.name_shown), state(run),
-              run.round, run.restarts?.used, run.world_size, clock(run.started_at), span(run.duration_s), run.reason ?? ""],
+              run.round, run.restarts?.used, run.world_size, clock(run.started_at), span(run.duration_s),
+              run.awaited ? h("strong", {}, `attention: ${run.awaited.text}`) : run.reason ?? ""],
           };
         })) : "");
   });

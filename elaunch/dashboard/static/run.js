@@ -2,7 +2,7 @@
 import { clock, follow, get, h, post, redraw, size, span, state, table } from "./app.js";
 
 const MANY = 256; // ranks beyond which cells are small
-const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", logs: "The logs" };
+const PAGES = { failures: "The whole report", checkpoints: "The checkpoints", logs: "The logs", stacks: "The stacks" };
 const SURE_MS = 5000;
 const ACTIONS = [["restart", "Restart the round", "Really end the round on all nodes?"],
   ["preempt", "Preempt", "Really save and end, to go on later?"], ["stop", "Stop", "Really stop the job on this node?"]];
@@ -63,7 +63,7 @@ const PARTS = {
       h("div", {}, h("dt", {}, name), h("dd", {}, value, note ? h("small", {}, note) : ""))))],
   }),
   time: (run) => ({ of: [run.job_timing ?? run.timing, run.lateness, run.verdict], build: () => time(run) }),
-  rounds: (run) => ({ of: [run.history, run.state, run.live && Math.round(run.duration_s / 2)], build: () => rounds(run) }),
+  rounds: (run) => ({ of: [run.history?.map((round) => ({ ...round, duration_s: 0, lasted_s: 0 })), run.state, run.live && Math.round(run.duration_s / 2)], build: () => rounds(run) }),
   grid: (run, memory) => ({ of: [run.grid, run.workers, memory.chosen], build: () => grid(run, memory) }),
   ranks: (run) => ({ of: run.workers, build: () => ranks(run) }),
   more: (run) => ({ of: [run.dir, run.argv], build: () => more(run) }),
@@ -148,20 +148,20 @@ function rounds(run) {
     run.history.map((round) => {
       const until = round.ended_at ?? end;
       const piece = h("i", { class: `${round.ended_at === null && run.live ? "live" : ""} ${failed.has(round.round) ? "failed" : ""}`,
-        title: `round ${round.round}: ${span(lasted(round, end))}${round.reason ? `, after: ${round.reason}` : ""}` });
+        title: `round ${round.round}: ${lasted(round)}${round.reason ? `, after: ${round.reason}` : ""}` });
       piece.style.left = `${place(round.started_at)}%`;
       piece.style.width = `${place(until) - place(round.started_at)}%`;
       return piece;
     }));
   const causes = Object.fromEntries(run.failures.map((failure) => [failure.round, failure]));
   const rows = [...run.history].reverse().map((round) => ({ cells: [round.round, clock(round.started_at),
-    span(lasted(round, end)), round.recovery_s === null ? "–" : `${round.recovery_s.toFixed(3)} s`,
+    lasted(round), round.recovery_s === null ? "–" : `${round.recovery_s.toFixed(3)} s`,
     round.resumed_step, round.ended_at === null && run.live ? "runs" : how(causes[round.round]) ?? after(run, round)] }));
   return [h("h2", {}, "Rounds"), bar, h("div", { class: "scale" }, h("span", {}, clock(begin)), h("span", {}, run.live ? "now" : clock(end))),
     table([["Round", "number"], ["Started"], ["Lasted", "number"], ["Recovery", "number spare"], ["From step", "number spare"], ["How it ended", "wide"]], rows)];
 }
 
-const lasted = (round, end) => round.lasted_s ?? (round.ended_at ?? end) - round.started_at;
+const lasted = (round) => round.duration_s === null ? "–" : span(round.duration_s);
 // A headline has the message of its rank; that of the first to fail may be a victim's.
 const how = (failure) => failure && [failure.summary, failure.summary === failure.ended ? failure.message : ""].filter(Boolean).join(": ");
 

@@ -168,6 +168,19 @@ def test_who_leaves_says_why_and_with_which_code(
     assert (record.state, record.reason, record.exit_code) == ("leaving", reason, code)
 
 
+def test_the_rank_for_which_its_ranks_wait_is_sent(
+    publisher: StatusPublisher, meeting: Recorder
+) -> None:
+    """When they were asked, while they run."""
+    publisher.follow(lambda: None, lambda: {"ranks": [1], "text": "rank 1 has not come"})
+    publisher.publish(turn_to(*RUNS))
+    asked = structs.replace(turn_to(*RUNS), event=events.RanksAsked())
+    publisher.publish(asked)
+    assert meeting.records[-1].note == "rank 1 has not come"
+    publisher.publish(turn_to(*RUNS, exited(1, 7)))
+    assert meeting.records[-1].note == ""
+
+
 @pytest.mark.parametrize(
     ("culprit", "line"),
     [
