@@ -56,6 +56,14 @@ def stat(directory: str) -> tuple[str, list[str]] | None:
     return text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
 
 
+def exit_code(pid: int) -> int | None:
+    """Return how a process has ended that its parent has not waited for; None of any other."""
+    found = stat(f"/proc/{pid}")
+    if found is None or found[1][0] != "Z" or int(found[1][17]) > 1:
+        return None
+    return os.waitstatus_to_exitcode(int(found[1][49]))
+
+
 def ticks(fields: list[str]) -> int:
     """Return the processor time, the user's and the kernel's, in what :func:`stat` has returned."""
     return int(fields[11]) + int(fields[12])

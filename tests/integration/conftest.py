@@ -40,6 +40,20 @@ def cgroup() -> Iterator[str]:
         path.rmdir()
 
 
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """Make a freezer cgroup (v1) of the test's own, which thaws at the end."""
+    path = Path(f"/sys/fs/cgroup/freezer/elaunch-{os.getpid()}")
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup v1 freezer can be had: {error}")
+    yield path
+    (path / "freezer.state").write_text("THAWED")
+    launching.wait_until(lambda: not (path / "cgroup.procs").read_text(), 60.0)
+    path.rmdir()
+
+
 @pytest.fixture(autouse=True)
 def is_as_documented(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     """Hold what a test has made processes print to the rows of docs/failures.md that name it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import COLLECTIVE, FORK, SPAWN, both_methods
+from tests.integration.jobs import ATTENTIVE, COLLECTIVE, FORK, SPAWN, both_methods
 from tests.integration.watching import (
     Clock,
     act,
@@ -154,6 +154,35 @@ def test_a_worker_that_ends_while_the_server_is_stopped(elaunch: Launcher, place
     done = running.wait()
     assert "has been stopped by a signal (SIGSTOP) for 20 s, so that no end of a" in done.stderr
     assert done.returncode == 137
+
+
+@pytest.mark.trial
+def test_a_worker_that_ends_while_the_server_is_frozen(
+    elaunch: Launcher, place: Path, freezer: Path
+) -> None:
+    """Nothing reports that but the kernel; the server is killed, and a round follows it."""
+    flags = ["--max-restarts=1", "--sibling-grace=0.3", "--run-id=job"]
+    words = act(SPAWN, f"meet={place}", "say=up", "r0:wait", flags=flags)
+    running = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
+    pid, _ = wait_for_workers(running)
+    (freezer / "cgroup.procs").write_text(str(server_of(running)))
+    (freezer / "freezer.state").write_text("FROZEN")
+    os.kill(pid, signal.SIGKILL)
+    running.wait_for_line(
+        rf"rank 0 \(pid {pid}\) has ended, and the server that starts the workers \(pid \d+\) does "
+        "not report it: the process is frozen by its cgroup",
+        stream="stderr",
+    )
+    said = elaunch.run(["status", "job"]).stdout
+    assert "attention: the server that starts the workers (pid " in said and "frozen" in said
+    running.wait_for_line(
+        "the server that starts the workers does not answer; killing it", stream="stderr"
+    )
+    (freezer / "freezer.state").write_text("THAWED")
+    done = running.wait()
+    assert done.returncode == 0, done
+    assert "round 0: rank 0 was killed by SIGKILL; stopping the other 1 worker" in done.stderr
+    assert "rank 0 was killed by SIGKILL; restart 1 of 1" in done.stderr
 
 
 # ── workers end, and leave others behind ─────────────────────────────────────────────────────────

@@ -48,6 +48,10 @@ QUIET_S: Final = 0.3
 """A file that has not grown for so long is whole, whatever it ends with."""
 _LOOK_S: Final = 0.02
 STOPPED: Final = "the process is stopped by a signal (SIGSTOP) or by a debugger"
+FROZEN: Final = "the process is frozen by its cgroup"
+RESTING: Final = (STOPPED, FROZEN)
+_FREEZERS: Final = frozenset({"__refrigerator", "do_freezer_trap"})
+"""Functions of the kernel in which a process is that cgroup v1, or v2, has frozen."""
 
 
 class Worker(Struct, frozen=True):
@@ -197,15 +201,17 @@ def at_rest(pid: int) -> str:
         return "the process has ended meanwhile"
     if state[:1] in "Tt":
         return STOPPED
-    return ""
+    return FROZEN if state[:1] in "DS" and _in_kernel(pid) in _FREEZERS else ""
 
 
 def stopped(pids: Mapping[int, int]) -> str:
     """Return which of the workers (pids by rank) are stopped, in a sentence, or ""."""
-    found = [rank for rank, pid in pids.items() if pid and at_rest(pid) == STOPPED]
+    rests = {rank: at_rest(pid) for rank, pid in pids.items() if pid}
+    found = [rank for rank, why in rests.items() if why in RESTING]
     if not found:
         return ""
-    return f"{ranks(found)} {'does' if len(found) == 1 else 'do'} not follow it: {STOPPED}"
+    does = "does" if len(found) == 1 else "do"
+    return f"{ranks(found)} {does} not follow it: {rests[found[0]]}"
 
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
@@ -213,7 +219,8 @@ def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:
     if rests := at_rest(worker.pid):
         return rests
     if proc.status(worker.pid).get("State", "")[:1] == "D":
-        return f"the process hangs in the kernel{_in_kernel(worker.pid)}"
+        where = _in_kernel(worker.pid)
+        return f"the process hangs in the kernel{where and f' ({where})'}"
     if isinstance(spied, str):
         return spied
     if asked:
@@ -230,7 +237,7 @@ def _in_kernel(pid: int) -> str:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:
         return ""
-    return f" ({where})" if where not in ("", "0") else ""
+    return "" if where == "0" else where
 
 
 def _grouped(problems: Mapping[int, str]) -> tuple[tuple[tuple[int, ...], str], ...]:

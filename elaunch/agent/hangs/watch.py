@@ -7,6 +7,7 @@ Progress is followed for ``elaunch status`` also where ``--hang-timeout`` is off
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
+from elaunch import proc
 from elaunch.agent.hangs import collectives, processes, scene, stacks
 from elaunch.agent.hangs.collectives import OUTSIDE, UNKNOWN, RankPlace
 from elaunch.agent.hangs.judge import HangVerdict, Look, accuse
@@ -44,6 +46,8 @@ RECEIVE_S: Final = 1.5
 """Seconds for those that are in no collective to answer whether they receive."""
 AGAIN_S: Final = 10.0
 """Seconds until the other nodes are asked again, if the workers here wait for one of them."""
+UNREPORTED_LOOKS: Final = 3
+"""Looks at a worker that has ended, after which the server will not report it."""
 SILENT_ASKS: Final = 3
 """So often they are asked again since nothing is known of some rank."""
 MOST_ASKED: Final = 32
@@ -52,6 +56,9 @@ SCENE_S: Final = 0.05
 """Seconds for that, and for their stacks, before they are signalled since one has failed."""
 SETTLE_S: Final = 0.5
 """Seconds in which ranks of other nodes that come to their ends are asked for again."""
+
+
+log = logging.getLogger("elaunch")
 
 
 def no_scene(_: float) -> Scene | None:
@@ -92,6 +99,7 @@ class HangWatch:
         self._silent = 0
         self._judges_others = settings.hang_timeout != "auto"  # else one that computes may be late
         self._takes_scene = not settings.no_stacks
+        self._ended: dict[int, int] = {}
         self._waiting: Mapping[int, RankPlace] = {}
         several = settings.rendezvous is not None
         watched = settings.hang_timeout is not None
@@ -242,6 +250,7 @@ class HangWatch:
 
     def _seen(self) -> Mapping[int, RankPlace]:
         pids, places = self._now()
+        self._report_ended(places)
         self._loaders.look(pids.values())
         return self._with_outside(pids, places) if places else places
 
@@ -273,10 +282,37 @@ class HangWatch:
         Or that the server rests: it starts no worker and reports no end of one.
         """
         pid = self._group.server.pid
-        if pid and stacks.at_rest(pid) == stacks.STOPPED:
-            text = f"the server that starts the workers (pid {pid}) does nothing: {stacks.STOPPED}"
+        if pid and (rests := stacks.at_rest(pid)) in stacks.RESTING:
+            text = f"the server that starts the workers (pid {pid}) does nothing: {rests}"
             return {"ranks": [], "text": text}
         return self._lateness.awaited()
+
+    def _report_ended(self, places: Mapping[int, RankPlace]) -> None:
+        """Report workers that have ended long ago, where the server does not: it may be frozen.
+
+        One that is stopped is had go on (elaunch.agent.workers.server). Looks are counted: time in
+        which the agent is suspended, too, does not count.
+        """
+        begun, server, workers = self._begun, self._group.server.pid, self._progress.workers()
+        shown = {rank for rank, one in places.items() if not (one.problem or one.leaving)}
+        ends = {rank: proc.exit_code(workers[rank][1]) for rank in workers.keys() - shown}
+        seen, self._ended = self._ended, {}
+        for rank, code in ends.items():
+            if code is None or begun is None or stacks.at_rest(server) == stacks.STOPPED:
+                continue
+            self._ended[rank] = seen.get(rank, 0) + 1
+            if self._ended[rank] < UNREPORTED_LOOKS:
+                continue
+            local_rank, pid = workers[rank]
+            log.warning(
+                "rank %d (pid %d) has ended, and the server that starts the workers (pid %d) does "
+                "not report it: %s",
+                rank,
+                pid,
+                server,
+                stacks.at_rest(server) or "it hangs",
+            )
+            self._post(Exit(begun.round, rank, local_rank, pid, code, time.monotonic()))
 
     def meet(self, others: OtherNodes) -> None:
         """Ask the other nodes' agents, too, from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from elaunch.agent.hangs import watch
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import HangVerdict
 from elaunch.agent.hangs.stackdump import Dump
-from elaunch.agent.hangs.watch import SILENT_ASKS, HangWatch
+from elaunch.agent.hangs.watch import SILENT_ASKS, UNREPORTED_LOOKS, HangWatch
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 
@@ -39,7 +40,7 @@ class Explained:
             hang_timeout=60.0, no_stacks=False, rendezvous=None, start_method=start_method
         )
         nothing = SimpleNamespace(readings=dict, left=dict)
-        group = SimpleNamespace(run_dir=run_dir)
+        group = SimpleNamespace(run_dir=run_dir, server=SimpleNamespace(pid=os.getpid()))
         made: Any = HangWatch
         self.watch: HangWatch = made(settings, nothing, group, lines=None, post=lambda _: None)
         self.own: dict[int, RankPlace] = {}
@@ -284,3 +285,28 @@ def test_a_rank_of_another_node_that_has_no_process_group_is_waited_for(
     assert found is not None and (found.ranks, found.named) == ((3,), True)
     explained.watch._judges_others = False
     assert explained(both) is None
+
+
+@pytest.mark.parametrize("rests", ["", "stopped"])
+def test_a_worker_that_has_ended_and_whose_end_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, rests: str
+) -> None:
+    """Its parent does not wait for it; a server that is stopped will be had go on."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    posted: list[events.Event] = []
+    monkeypatch.setattr(explained.watch, "_post", posted.append)
+    monkeypatch.setattr(watch.stacks, "at_rest", lambda _: watch.stacks.STOPPED * bool(rests))
+    child = subprocess.Popen(["sh", "-c", "exit 7"])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        workers = {0: (0, os.getpid()), 1: (1, child.pid)}
+        monkeypatch.setattr(explained.watch._progress, "workers", lambda: workers)
+        for _ in range(UNREPORTED_LOOKS - 1):
+            explained.watch._report_ended({})
+        assert not posted
+        explained.watch._report_ended({1: RankPlace(problem="it has hung up")})
+    finally:
+        assert child.wait() == 7
+    found = [(one.rank, one.pid, one.exitcode) for one in posted if isinstance(one, events.Exit)]
+    assert found == ([] if rests else [(1, child.pid, 7)])
+    assert ("does not report it: it hangs" in caplog.text) is not bool(rests)
