@@ -440,9 +440,10 @@ def _inside(
     for wait in waits:
         silent = [rank for rank in wait.unknown if places[rank].problem]
         if silent and len(silent) == len(wait.unknown):
-            told = _silent(silent, places)
             stopped = tuple(rank for rank in silent if places[rank].stopped)
-            return Culprit(stopped, f"{told}; {_waiting(wait, now, f'in {_named(wait)}')}")
+            # When one has failed the others have no time to answer.
+            told = f"{_silent(silent, places)}; " if stopped or not failed else ""
+            return Culprit(stopped, f"{told}{_waiting(wait, now, f'in {_named(wait)}')}")
         if wait.unknown:
             continue
         if wait.left and not failed:

@@ -230,6 +230,9 @@ def test_after_a_failure_nobody_has_left_a_collective_by_itself() -> None:
     places = {0: GONE_ON, 2: WAITS, 3: GONE_ON}
     expected = Culprit((), "rank 2 waits in all_reduce #61 since 4.9 s")
     assert find(places, NOW, failed=True) == expected
+    # Who has not answered in the moment before all are signalled is not said to be silent.
+    places[3] = RankPlace(problem="no answer")
+    assert find(places, NOW, failed=True) == expected
 
 
 def test_a_collective_in_which_ranks_wait_for_a_moment_is_none_that_hangs() -> None:
