@@ -21,6 +21,7 @@ EXPECTED = {
     "missing-file": "E-FILE-MISSING",
     "missing-in-loader": "E-FILE-MISSING",
     "full-device": "E-DISK-FULL",
+    "full-save": "E-SAVE-CUT",
     "torn-checkpoint": "E-CHECKPOINT-TORN",
     "other-model": "E-CHECKPOINT-KEYS",
     "loader-killed": "E-DATALOADER-KILLED",

@@ -124,6 +124,14 @@ _FILES: Final = (
         r"No space left on device|Errno 28\b",
     ),
     Cause(
+        "E-SAVE-CUT",
+        "A write failed while torch.save wrote its file: most often since the file system is full, "
+        "or the quota or the limit of file sizes was reached; torch does not say which.",
+        "See df -h (and df -i), quota -s and ulimit -f for the directory that it saves to.",
+        r"inline_container\.cc:\d+\] \.? ?(?:unexpected pos|PytorchStreamWriter failed writing)"
+        r"|basic_ios::clear: iostream error",
+    ),
+    Cause(
         "E-QUOTA",
         "The disk quota of this user is used up; see quota -s.",
         "Remove what is not needed, or write elsewhere.",

@@ -60,6 +60,12 @@ MESSAGES = {
     "E-WEIGHTS-ONLY": ["_pickle.UnpicklingError: Weights only load failed. This file can still be"],
     "E-CHECKPOINT-KEYS": ["RuntimeError: Error(s) in loading state_dict for Linear:"],
     "E-DISK-FULL": ["OSError: [Errno 28] No space left on device: '/ckpt/step_10.pt'"],
+    "E-SAVE-CUT": [
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+        "RuntimeError: [enforce fail at inline_container.cc:863] . PytorchStreamWriter failed "
+        "writing file data/0: file write failed",
+        "RuntimeError: basic_ios::clear: iostream error",
+    ],
     "E-QUOTA": ["OSError: [Errno 122] Disk quota exceeded"],
     "E-OPEN-FILES": ["OSError: [Errno 24] Too many open files"],
     "E-FILE-LIMIT": ["OSError: [Errno 27] File too large"],

@@ -108,6 +108,14 @@ def full_device(at: Path) -> None:
 
 
 @fault
+def full_save(at: Path) -> None:
+    """Save a tensor to a device that is always full."""
+    import torch
+
+    torch.save(torch.ones(200_000), "/dev/full")
+
+
+@fault
 def full_disk(at: Path) -> None:
     """Write more than a small file system takes."""
     (at / "small" / "x").write_bytes(bytes(8 << 20))
