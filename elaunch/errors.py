@@ -15,6 +15,7 @@
     ├── RunDirError             the run directory cannot be created or written
     ├── CheckpointError         a checkpoint is torn, foreign or unreadable
     │   ├── DamageError         its files are not those of its manifests; it is not to be read
+    │   ├── RankFileMissing     a rank's own file of it is missing; all that is there is whole
     │   └── SaveError           a checkpoint was not committed; what was there before is untouched
     ├── JoinTimeoutError        too few nodes came together before the join timeout
     ├── SymmetryError           the nodes do not run the same thing, and --strict-symmetry is given
@@ -130,6 +131,10 @@ class CheckpointError(ElaunchError):
 
 class DamageError(CheckpointError):
     """A checkpoint's files are not those of its manifests; raised on all ranks that read it."""
+
+
+class RankFileMissing(CheckpointError):
+    """A rank's own file is missing; all that is there of the checkpoint is whole."""
 
 
 class SaveError(CheckpointError):

@@ -61,7 +61,7 @@ from elaunch.checkpoint.storage.files import (
 )
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, RankFileMissing
 
 StageManifests = Mapping[str, Mapping[int, bytes]]
 """The name of a stage → rank → the bytes of its manifest."""
@@ -408,9 +408,11 @@ def _find_whole_in_directory(
     names = os.listdir(path)
     files = tuple(_hashed(path / name, name, progress) for name in _regular(path))
     format_, problem = None, ""
+    picked = checkpoint.format == filetree.FORMAT
     try:
-        picked = checkpoint.format == filetree.FORMAT
         format_ = verify_candidate(Candidate(path, checkpoint.step, None, picked=picked), None)
+    except RankFileMissing:  # of another node's rank; it may be lost with that node
+        format_ = latest.format_of(path, picked)
     except CheckpointError as error:
         problem = str(error)
     except FileNotFoundError as error:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from elaunch.checkpoint import layout
@@ -152,6 +153,12 @@ def trainer(root: Path, step: int = 120, *, weights: bool = True) -> Path:
     if weights:
         safetensors(path / "model.safetensors")
     return path
+
+
+def training_arguments(path: Path, ranks: object) -> None:
+    """Write a Trainer's ``training_args.bin``: an object that holds how many ranks there were."""
+    state = SimpleNamespace(num_processes=ranks)
+    saved(path / "training_args.bin", SimpleNamespace(distributed_state=state))
 
 
 def truncate(path: Path, size: int) -> None:

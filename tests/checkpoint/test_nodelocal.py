@@ -179,3 +179,31 @@ def test_documents_that_do_not_fit_leave_the_rest_whole(tmp_path: Path) -> None:
     assert "metadata.json does not have the checksum" in found.problem
     assert {"model.pt", "rank1/rng.bin"} < {one.path for one in found.files}
     assert {layout.METADATA, layout.COMMIT}.isdisjoint(one.path for one in found.files)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1), (2, 3)])
+def test_random_states_of_other_nodes_ranks_are_not_missed(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    """Each node's ranks write theirs there, and a node may be lost with them."""
+    path = makers.trainer(tmp_path)
+    makers.training_arguments(path, 4)
+    for rank in ranks:
+        makers.saved(path / f"rng_state_{rank}.pth")
+    found = read_all(tmp_path, only(tmp_path))
+    assert (found.problem, found.format) == ("", "huggingface")
+    assert not unite([found]).missing
+
+
+def test_a_node_of_accelerate_whose_ranks_are_not_the_first(tmp_path: Path) -> None:
+    """With ``save_on_each_node`` it has all of it, else random states alone, which are no whole."""
+    path = tmp_path / "step_20"
+    for rank in (2, 3):
+        makers.saved(path / f"random_states_{rank}.pkl", {"step": 0})
+    alone = read_all(tmp_path, only(tmp_path))
+    assert alone.problem == "missing: random_states_0.pkl: the save did not finish"
+    assert unite([alone]).missing
+    makers.saved(path / "optimizer.bin")
+    with_states = read_all(tmp_path, only(tmp_path))
+    assert (with_states.problem, with_states.format) == ("", "accelerate")
+    assert not unite([with_states]).missing

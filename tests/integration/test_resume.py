@@ -107,6 +107,50 @@ def test_directories_of_dcp(elaunch: Launcher, saves: Path) -> None:
     assert f"passed over {saves}/step_120: " in done.stderr
 
 
+SAVES_LIKE_A_TRAINER = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+rank, start = os.environ["RANK"], int(os.environ["ELAUNCH_RESUME_STEP"] or 0)
+print(f"rank={rank} from {start}", flush=True)
+whole, saves = map(Path, sys.argv[1:])
+for step in (start + 10, start + 20):
+    path = saves / f"checkpoint-{step}"
+    path.mkdir(exist_ok=True)
+    state = path / "trainer_state.json"
+    if rank == "2" and step == 20 and start == 0:
+        while not state.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    shutil.copy(whole / "rng_state.pth", path / f"rng_state_{rank}.pth")
+    if rank == "0":
+        for name in ("model.safetensors", "training_args.bin"):
+            shutil.copy(whole / name, path)
+        while len([*path.glob("rng_*")]) < (2 if start == 0 and step == 20 else 3):
+            time.sleep(0.01)
+        state.with_suffix(".tmp").write_text(f'{{"global_step": {step}}}')
+        state.with_suffix(".tmp").rename(state)
+    while not state.exists():
+        time.sleep(0.01)
+"""
+
+
+def test_a_trainers_checkpoint_without_the_last_ranks_random_state(
+    elaunch: Launcher, saves: Path, tmp_path: Path
+) -> None:
+    """The rank is killed when all others have saved; its file is the only one that is missing."""
+    whole = makers.trainer(tmp_path)
+    makers.training_arguments(whole, 3)
+    makers.saved(whole / "rng_state.pth")
+    script = tmp_path / "trainer.py"
+    script.write_text(SAVES_LIKE_A_TRAINER)
+    flags = [f"--checkpoint-dir={saves}", "--max-restarts=1", "--nproc-per-node=3"]
+    done = elaunch.run(["run", *SPAWN, *flags, script, whole, saves])
+    assert done.returncode == 0, done.stderr
+    assert f"passed over {saves}/checkpoint-20: missing: rng_state_2.pth" in done.stderr
+    assert [done.stdout.count(f"rank={rank} from 10\n") for rank in range(3)] == [1, 1, 1]
+    assert state(elaunch)["history"][1]["resumed_step"] == 10
+
+
 def test_only_what_the_pattern_matches_counts(elaunch: Launcher, saves: Path) -> None:
     """Newer files of other names are other things."""
     for name in ("step_7.pt", "best_900.pt", "step_800.pt.tmp"):

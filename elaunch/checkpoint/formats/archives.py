@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elaunch.checkpoint.formats.pickles import PICKLE_LIMIT, load_inert, mapping
+from elaunch.checkpoint.formats.pickles import PICKLE_LIMIT, attribute, load_inert, mapping
 from elaunch.checkpoint.storage.files import open_regular, parse_json, regular_size
 from elaunch.errors import CheckpointError
 
@@ -50,16 +50,21 @@ def check_zip(path: Path) -> None:
         _check(file, archive, path.name)
 
 
-def number_inside(path: Path, key: str) -> int | None:
-    """Return the number >= 0 at ``key`` of the dict that a whole archive holds, or None."""
+def number_inside(path: Path, *keys: str) -> int | None:
+    """Return the number >= 0 that a whole archive holds, or None.
+
+    Each of ``keys`` is one of a dict, or an attribute, of what the one before leads to.
+    """
     with _archive(path) as (file, archive):
         member = _check(file, archive, path.name)
         if member is None:
             return None
         content = b"".join(_pieces(archive, member, path.name))
-    saved = mapping(load_inert(content, f"{path.name}:{PICKLE}")) or {}
-    step = saved.get(key)
-    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+    found = load_inert(content, f"{path.name}:{PICKLE}")
+    for key in keys:
+        items = mapping(found)
+        found = attribute(found, key) if items is None else items.get(key)
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
 
 
 def check_sums(path: Path, progress: Callable[[int], object]) -> None:

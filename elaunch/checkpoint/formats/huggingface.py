@@ -13,10 +13,13 @@ or latest, which names DeepSpeed's tag      whole
 optimizer.*, scheduler.pt, scaler.pt,       whole, where they are there (a run saved with
 rng_state*.pth, training_args.bin,          save_only_model has none)
 optimizer_0/
-rng_state_<rank>.pth                        there for each rank up to the highest, and for two
-                                            at least: every rank writes its own, which the state
-                                            does not wait for. A lone rank writes rng_state.pth
+rng_state_<rank>.pth                        there for each rank, where there is one of them: every
+                                            rank writes its own, which the state does not wait
+                                            for. A lone rank writes rng_state.pth
 ==========================================  =================================================
+
+``training_args.bin`` holds how many ranks there were: ``distributed_state.num_processes``. Where it
+does not (an old Transformers, other programs), they are those up to the highest, two at least.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from elaunch.checkpoint.formats import dcp, deepspeed
-from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
+from elaunch.checkpoint.formats.archives import check_safetensors, check_zip, number_inside
 from elaunch.checkpoint.storage.files import inside, read_json, whole_number
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, RankFileMissing
 
 FORMAT = "huggingface"
 STATE = "trainer_state.json"
+ARGUMENTS = "training_args.bin"
 WEIGHTS = (
     "model.safetensors",
     "pytorch_model.bin",
@@ -82,9 +86,27 @@ def verify(path: Path, step: int) -> None:
     for name in SHARDED:
         if name in names:
             dcp.verify_below(path, name)
-    ranks = {int(found[1]) for name in names if (found := _RANDOM.fullmatch(name))}
-    if ranks and (missing := {*range(max(ranks)), 1} - ranks):
-        raise CheckpointError(f"missing: rng_state_{min(missing)}.pth: the save did not finish")
+    if (rank := _rank_without_random_state(path, names)) is not None:
+        raise RankFileMissing(f"missing: rng_state_{rank}.pth: the save did not finish")
+
+
+def _rank_without_random_state(path: Path, names: Collection[str]) -> int | None:
+    there = {int(found[1]) for name in names if (found := _RANDOM.fullmatch(name))}
+    if not there:
+        return None
+    ranks = _ranks(path) if ARGUMENTS in names else None
+    if ranks == 1:
+        return None
+    expected = range(ranks) if ranks else (*range(max(there)), 1)
+    return next((rank for rank in expected if rank not in there), None)
+
+
+def _ranks(path: Path) -> int | None:
+    """Return how many ranks have written a checkpoint whose files are whole, None if unknown."""
+    try:
+        return number_inside(path / ARGUMENTS, "distributed_state", "num_processes")
+    except CheckpointError:  # arguments of a class of the script's own, pickled in its own way
+        return None
 
 
 def _shards(path: Path, index: str) -> set[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint.formats import huggingface
+from elaunch.checkpoint.formats.archives import number_inside
 from elaunch.errors import CheckpointError
 from tests.checkpoint import makers
 
@@ -48,6 +49,67 @@ def test_a_rank_whose_random_state_is_missing(
     refused(path, f"missing: rng_state_{lacks}.pth: the save did not finish")
     makers.saved(path / f"rng_state_{lacks}.pth")
     huggingface.verify(path, 120)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "there", "lacks"), [(3, (0, 1), 2), (4, (0, 2), 1), (2, (1,), 0), (3, (0, 1, 7), 2)]
+)
+def test_the_last_ranks_random_states_count_where_the_arguments_tell_how_many(
+    path: Path, ranks: int, there: tuple[int, ...], lacks: int
+) -> None:
+    makers.training_arguments(path, ranks)
+    for rank in there:
+        makers.saved(path / f"rng_state_{rank}.pth")
+    refused(path, f"missing: rng_state_{lacks}.pth: the save did not finish")
+
+
+@pytest.mark.parametrize(("ranks", "there"), [(1, (0, 2)), (2, (0, 1, 3)), (3, (0, 1, 2))])
+def test_random_states_of_an_earlier_larger_world_are_in_nobodys_way(
+    path: Path, ranks: int, there: tuple[int, ...]
+) -> None:
+    """A torn checkpoint of four ranks is written again by those that are left."""
+    makers.training_arguments(path, ranks)
+    for rank in there:
+        makers.saved(path / f"rng_state_{rank}.pth")
+    huggingface.verify(path, 120)
+
+
+def test_a_checkpoint_of_weights_alone_needs_no_random_states(path: Path) -> None:
+    """By ``save_only_model``."""
+    makers.training_arguments(path, 3)
+    huggingface.verify(path, 120)
+
+
+@pytest.mark.parametrize("ranks", [None, "3", 0, -1, True, 10**12])
+def test_arguments_that_tell_no_number_of_ranks(path: Path, ranks: object) -> None:
+    """Neither those of an old Transformers, nor nonsense, cost more than a look."""
+    makers.training_arguments(path, ranks)
+    for rank in (0, 1):
+        makers.saved(path / f"rng_state_{rank}.pth")
+    if ranks == 10**12:
+        refused(path, "missing: rng_state_2.pth")
+    else:
+        huggingface.verify(path, 120)
+
+
+class MadeByAMethod:
+    """An object whose pickle calls what another call returned, which no inert object takes."""
+
+    @classmethod
+    def made(cls) -> MadeByAMethod:
+        return cls()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (MadeByAMethod.made, ())
+
+
+def test_arguments_that_cannot_be_read_refuse_nothing(path: Path) -> None:
+    makers.saved(path / "training_args.bin", MadeByAMethod())
+    for rank in (0, 1):
+        makers.saved(path / f"rng_state_{rank}.pth")
+    huggingface.verify(path, 120)
+    with pytest.raises(CheckpointError, match="not callable"):
+        number_inside(path / "training_args.bin", "distributed_state")
 
 
 def test_the_state(path: Path) -> None:

@@ -134,6 +134,17 @@ def test_a_state_of_accelerate_that_is_not_whole(tmp_path: Path) -> None:
     assert "model.safetensors" in reasons["checkpoint_6"]
 
 
+def test_a_state_of_accelerate_that_rank_0_did_not_finish(tmp_path: Path) -> None:
+    """The other ranks write one small file each, long before rank 0 has written its large ones."""
+    good = save_state(tmp_path / "checkpoint_1")
+    torn = save_state(tmp_path / "checkpoint_2", 3)
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        (torn / name).unlink()
+    chosen, reasons = choice(tmp_path)
+    assert chosen == Checkpoint(good, 1, "accelerate")
+    assert reasons["checkpoint_2"] == "missing: random_states_0.pkl: the save did not finish"
+
+
 def test_accelerate_with_sharded_models(tmp_path: Path) -> None:
     path = save_state(tmp_path / "checkpoint_5")
     (path / "model.safetensors").unlink()
