@@ -45,7 +45,7 @@ def run_function(
     args: Sequence[object],
     flags: Sequence[str],
     *,
-    start_method: str,
+    start_method: str | None,
     handled: Iterable[signal.Signals] = (),
 ) -> tuple[Ended, dict[int, Any]]:
     """Call ``function(*args)`` in each worker of a job; return its end, and the results by rank.
@@ -57,27 +57,16 @@ def run_function(
         function: what each worker calls.
         args: positional arguments.
         flags: of ``elaunch run``.
-        start_method: one of START_METHODS; UsageError for another.
+        start_method: one of START_METHODS, UsageError for another; None for ``forkserver``, or
+            ``fork`` where no other process can have the call.
         handled: signals to forward to the job.
     """
-    if start_method not in START_METHODS:
-        hint = did_you_mean(start_method, START_METHODS)
-        allowed = ", ".join(START_METHODS)
-        raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
-    by_fork = start_method == FORK
-    call = b"" if by_fork or of_no_file(function) else pickled(function, args)
-    if not by_fork and of_no_file(function, call):
-        name = getattr(function, "__name__", type(function).__name__)
-        raise UsageError(
-            f"start_method: {start_method!r} cannot be had for {name}(): no file has what a "
-            "notebook or an interpreter defines, so that only a fork of this process has it; give "
-            "start_method='fork', or import the function from a module"
-        )
+    call = call_of(function, args, start_method)
     with tempfile.TemporaryDirectory(prefix="elaunch-call-") as directory:
         place = Path(directory)
         method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]
         serve = None
-        if by_fork:
+        if call is None:
             method.append("--preload=none")
             serve = partial(_serve, function, args)
         else:
@@ -87,7 +76,37 @@ def run_function(
         return ended, _results(place) if ended.exit_code == 0 else {}
 
 
-def of_no_file(function: Function, call: bytes = b"") -> bool:
+def call_of(function: Function, args: Sequence[object], start_method: str | None) -> bytes | None:
+    """Return the pickled call; None where the workers are to be forks of this process.
+
+    Raises UsageError for a start method that is not known, or cannot be had; what pickling raises.
+    """
+    if start_method not in (None, *START_METHODS):
+        hint = did_you_mean(start_method, START_METHODS)
+        allowed = ", ".join(START_METHODS)
+        raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
+    if start_method == FORK:
+        return None
+    if not _of_no_file(function):
+        try:
+            call = pickled(function, args)
+        except Exception:  # an object's own pickling raises what it likes: a RuntimeError in torch
+            if start_method is None:
+                return None
+            raise
+        if not _of_no_file(function, call):
+            return call
+    if start_method is None:
+        return None
+    name = getattr(function, "__name__", type(function).__name__)
+    raise UsageError(
+        f"start_method: {start_method!r} cannot be had for {name}(): no file has what a "
+        "notebook or an interpreter defines, so that only a fork of this process has it; give "
+        "start_method='fork', or import the function from a module"
+    )
+
+
+def _of_no_file(function: Function, call: bytes = b"") -> bool:
     """Whether a main module that no other process can import, as a notebook's, has a function.
 
     Or the one in a partial, or the class of an argument, in a ``call`` that :func:`pickled` made.

@@ -10,7 +10,7 @@ from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import did_you_mean, signals
 from elaunch.env import HANDLED_SIGNALS
 from elaunch.torchrun.agentprocess import check
-from elaunch.torchrun.calls import FORK, of_no_file, pickled, run_function
+from elaunch.torchrun.calls import run_function
 
 _HANDLED = signals(HANDLED_SIGNALS)
 _OTHERS = ("file", "module", "no-python", "run-path", "detach", "dry-run", "exit-codes")
@@ -57,10 +57,11 @@ def run(
     words = [f"--nproc-per-node={nproc}"]
     for name, value in flags.items():
         words += _word(name.replace("_", "-"), value)
-    method = start_method or _method(function, args)
     name = getattr(function, "__name__", type(function).__name__)
     words.append(f"--name={name}")
-    ended, results = run_function(function, args, words, start_method=method, handled=_HANDLED)
+    ended, results = run_function(
+        function, args, words, start_method=start_method, handled=_HANDLED
+    )
     if signal.SIGINT in ended.received:
         raise KeyboardInterrupt
     check(ended, name)
@@ -84,12 +85,3 @@ def _word(name: str, value: Any) -> list[str]:
     elif isinstance(value, list | tuple):
         value = ",".join(map(str, value))
     return [f"--{name}={value}"]
-
-
-def _method(function: Callable[..., Any], args: tuple[Any, ...]) -> StartMethod:
-    """Return ``forkserver`` where another process can find the function by its name."""
-    try:
-        call = pickled(function, args)
-    except Exception:  # an object's own pickling raises what it likes: a RuntimeError in torch
-        return FORK
-    return FORK if of_no_file(function, call) else "forkserver"

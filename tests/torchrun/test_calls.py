@@ -9,23 +9,24 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import elaunch
 from elaunch import proc
-from elaunch.errors import UsageError
+from elaunch.errors import ElaunchError, UsageError
 from elaunch.runs.directory import create
-from elaunch.torchrun import LaunchConfig, agentprocess, elastic_launch, functions
-from elaunch.torchrun.calls import pickled
+from elaunch.torchrun import LaunchConfig, agentprocess, calls, elastic_launch
+from elaunch.torchrun.calls import call_of, pickled
 from tests.monitor.played_agent import new_record
 
 
 def test_a_pipe_of_both_directions_takes_a_fork() -> None:
     """It is a socket, which no other process can open again; a pipe of one direction is none."""
     one_way, both = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe()
-    assert functions._method(os.write, one_way) == "forkserver"
-    assert functions._method(os.write, both) == "fork"
+    assert call_of(os.write, one_way, None)
+    assert call_of(os.write, both, None) is None
     with pytest.raises(pickle.PicklingError, match=r"Pipe\(duplex=False\) and queues"):
         pickled(os.write, both)
     for end in (*one_way, *both):
@@ -45,7 +46,18 @@ class _Refuses:
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
 def test_what_refuses_to_be_pickled_takes_a_fork(error: type[Exception]) -> None:
     """By default; whatever it raises."""
-    assert functions._method(os.write, (_Refuses(error),)) == "fork"
+    assert call_of(os.write, (_Refuses(error),), None) is None
+
+
+def test_a_call_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be large, or open something again for the other process each time."""
+    made, asked = Mock(), Mock(return_value=(print, ()))
+    argument = type("Counted", (), {"__reduce__": lambda _: asked()})()
+    monkeypatch.setattr(calls, "run_agent", made)
+    made.return_value = agentprocess.Ended(-9, (), None, "")
+    with pytest.raises(ElaunchError, match="the agent"):
+        elaunch.run(os.getpid, argument)
+    assert made.call_count == asked.call_count == 1
 
 
 def test_what_is_no_function_is_named() -> None:
@@ -67,7 +79,7 @@ def test_a_cell_s_function_takes_a_fork(monkeypatch: pytest.MonkeyPatch, method:
     monkeypatch.delattr(main, "__file__", raising=False)
     monkeypatch.setattr(main, "cell", _cell, raising=False)
     monkeypatch.setattr(_cell, "__module__", "__main__")
-    assert functions._method(_cell, ()) == "fork"
+    assert call_of(_cell, (), None) is None
     said = f"start_method: '{method}' cannot be had for _cell\\(\\): .* start_method='fork'"
     with pytest.raises(UsageError, match=said):
         elaunch.run(_cell, start_method=method)
@@ -85,9 +97,9 @@ def test_a_cell_s_function_in_a_partial_and_a_cell_s_class_take_a_fork(
     for cell in (_cell, _Cell):
         monkeypatch.setattr(main, cell.__name__, cell, raising=False)
         monkeypatch.setattr(cell, "__module__", "__main__")
-    assert functions._method(partial(_cell), ()) == "fork"
-    assert functions._method(os.write, (1, [_Cell()])) == "fork"
-    assert functions._method(os.write, (1, b"of __main__")) == "forkserver"
+    assert call_of(partial(_cell), (), None) is None
+    assert call_of(os.write, (1, [_Cell()]), None) is None
+    assert call_of(os.write, (1, b"of __main__"), None)
     with pytest.raises(UsageError, match="'spawn' cannot be had for partial"):
         elaunch.run(partial(_cell), start_method="spawn")
 
