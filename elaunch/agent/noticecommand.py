@@ -161,8 +161,10 @@ def parse(line: str, now: float) -> ParsedNotice | None:
     first, text = [*rest.split(None, 1), "", ""][:2]
     try:
         when = moment(first)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError) as error:
         when = Moment()
+        if first[:1].isdigit() or first[:1] == "+":  # it has been meant as one
+            log.warning("--notice-command says no time that is known: %r %s", first[:SHOWN], error)
     left = when.after if when.at is None else when.at - now
     text = rest if left is None else text
     reason = one_line(" ".join(text.split())[:SHOWN]) or "this machine will be taken"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from elaunch.cli.run import Line, parse
+from elaunch.cli.run import SPELLINGS, Line, parse
 from elaunch.cli.schedulers import MARGIN_S, TARGETS, ScheduledJob, to_yaml
 from elaunch.config import checks, command, settings, values
 from elaunch.config.flags.flag import Answers, collect
@@ -126,8 +126,23 @@ def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
     return int(seconds)
 
 
+class _Manifest(click.Command):
+    """Names the place of a flag of ``elaunch run`` that stands before the target."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in SPELLINGS:
+                raise
+            raise UsageError(
+                f"{error.option_name} is a flag of `elaunch run`; it stands behind the target"
+            ) from None
+
+
 @click.command(
     "manifest",
+    cls=_Manifest,
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )

@@ -76,8 +76,12 @@ def _refuse_what_is_none(function: object) -> None:
 
 def _word(name: str, value: Any) -> list[str]:
     if name not in _FLAGS:
-        hint = did_you_mean(name.replace("-", "_"), [each.replace("-", "_") for each in _FLAGS])
-        raise TypeError(f"elaunch.run() has no flag {name.replace('-', '_')!r}{hint}")
+        word, known = (each.replace("-", "_") for each in (name, " ".join(_FLAGS)))
+        hint = did_you_mean(word, ["nproc", "start_method", *known.split()])
+        raise TypeError(
+            f"elaunch.run() has no flag {word!r}{hint}; an argument that the function takes by "
+            f"its name is given by functools.partial(function, {word}=...)"
+        )
     if value is None:
         return []
     if isinstance(value, bool):

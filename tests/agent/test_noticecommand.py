@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,30 @@ LINES = {
 def test_lines(line: str) -> None:
     """The word, when, and why; anything else asks nobody to end."""
     assert parse(line, NOW) == LINES[line]
+
+
+@pytest.mark.parametrize(
+    ("when", "problem"),
+    [
+        ("120", r"'120' is no moment; did you mean '\+120'\?"),
+        ("2m", "did you mean '\\+2m'"),
+        ("+soon", "'soon' in it, which is no duration"),
+        ("2027-13-45T00:00:00Z", "is no moment"),
+    ],
+)
+def test_a_time_that_is_mistaken_is_named(
+    when: str, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a notice all the same."""
+    assert parse(f"preempt {when} AWS", NOW) == (f"{when} AWS", None)
+    assert re.search(problem, caplog.messages[0])
+
+
+def test_a_text_that_begins_as_no_time_is_not_complained_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse("preempt slurm ends it", NOW)
+    assert not caplog.messages
 
 
 class OneByOne(Reaper):

@@ -257,6 +257,12 @@ def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
     assert "fixed number of nodes" in capsys.readouterr().err
     assert execute(["manifest", "--time=soon", "slurm", "train.py"]) == 2
     assert "'soon' is no duration" in capsys.readouterr().err
+    for flag in ("--nnodes=2", "--nproc_per_node=2", "-m"):
+        assert execute(["manifest", flag, "slurm", "train.py"]) == 2
+        said = f"{flag.partition('=')[0]} is a flag of `elaunch run`; it stands behind the target"
+        assert said in capsys.readouterr().err
+    assert execute(["manifest", "--lea=2m", "slurm", "train.py"]) == 2
+    assert "No such option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["/dev/shm", "//dev//shm/", "/ckpt/../dev/shm", "/", "/a:b"])

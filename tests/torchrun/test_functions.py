@@ -99,6 +99,7 @@ def test_a_function_of_a_script(elaunch: Launcher) -> None:
         "ChildFailedError True",
         "UsageError --nnodes",
     ], done.stderr
+    assert "\nfails FAILED\n" in done.stderr  # not the name of what has called it
 
 
 @pytest.mark.trial
@@ -231,3 +232,7 @@ def test_a_flag_that_is_none_is_named() -> None:
         package.run(print, max_restart=1)
     with pytest.raises(TypeError, match="no flag 'detach'"):
         package.run(print, detach=True)
+    with pytest.raises(TypeError, match="no flag 'nprocs'; did you mean 'nproc'"):
+        package.run(print, nprocs=2)
+    with pytest.raises(TypeError, match=r"'end'; an argument .* functools.partial\(.*, end=...\)"):
+        package.run(print, "x", end="")

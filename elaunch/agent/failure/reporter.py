@@ -34,6 +34,7 @@ from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status.record import StatusRecord, wall_time
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.config import Settings
+from elaunch.config.command import CALLER
 from elaunch.endings import Exit
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import ProgressRecord
@@ -196,10 +197,11 @@ class Reporter:
         )
         settings = self._settings
         host = socket.gethostname()
+        name = settings.name if settings.entrypoint == CALLER else settings.entrypoint
         first = _first(state)
 
         def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
-            return ends.build(settings.entrypoint, host, state.round, kept, first, circumstances)
+            return ends.build(name, host, state.round, kept, first, circumstances)
 
         made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
