@@ -193,5 +193,9 @@ def manifest(target: str, words: tuple[str, ...], **given: Any) -> None:
             f"--claim: {claim!r} is no name of a PersistentVolumeClaim: small letters, digits, "
             "'-' and '.', a letter or digit first and last, at most 253"
         )
-    made = TARGETS[target](read(words, **given))
+    job = read(words, **given)
+    if job.gpus > 1 and not job.answers.is_set("nproc-per-node"):
+        line = f"a node has {job.gpus} GPUs and 1 worker; `--nproc-per-node {job.gpus}` behind"
+        click.echo(f"elaunch: note: {line} {target} gives each one a worker", err=True)
+    made = TARGETS[target](job)
     click.echo(made if isinstance(made, str) else to_yaml(made), nl=False)

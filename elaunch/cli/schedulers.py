@@ -114,7 +114,8 @@ def slurm(job: ScheduledJob) -> str:
     ]
     head = "".join(f"#SBATCH --{one}\n" for one in given)
     meeting = job.meeting("$host:$port", "$SLURM_JOB_ID")
-    words = [*map(_in_shell, meeting), *map(shlex.quote, job.flags), shlex.join(job.command)]
+    words = [*map(_in_shell, meeting), *map(shlex.quote, job.flags)]
+    words += [shlex.join(job.command)] if job.command else []
     run_id = _in_shell(job.answers["rdzv-id"] or "$SLURM_JOB_ID")
     started = " \\\n    ".join(["srun --kill-on-bad-exit=0 elaunch run", *words])
     return f"""\

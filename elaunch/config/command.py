@@ -30,6 +30,7 @@ from elaunch.errors import UsageError
 Mode = Literal["script", "module", "command", "run-path"]
 CALLER: Final = "elaunch.torchrun.worker"
 """The module that calls a function for a program (elaunch.torchrun.calls)."""
+_ELF: Final = b"\x7fELF"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
@@ -91,12 +92,16 @@ def choose(words: Sequence[str], entry: Entrypoint, answers: Answers) -> Command
     return Command(rest[0], tuple(rest[1:]), mode, entry.where, interpreter)
 
 
+def _is_python(word: str) -> bool:
+    return _PYTHON.fullmatch(PurePath(word).name) is not None
+
+
 def _without_python(words: list[str]) -> tuple[list[str], str | None]:
     """Return the words without a leading ``python -u``, and the interpreter if it is a special one.
 
     ``python`` and ``python3`` mean elaunch's own, a path or ``python3.12`` exactly that.
     """
-    if not _PYTHON.fullmatch(PurePath(words[0]).name):
+    if not _is_python(words[0]):
         return words, None
     rest = words[1:]
     while rest[:1] == ["-u"]:
@@ -154,17 +159,28 @@ def _script(found: Command, start: Path) -> None:
         path = path / "__main__.py"
     if not os.access(path, os.R_OK):
         raise UsageError(f"script {found.shown} may not be read by this user")
+    if path.is_file():
+        with open(path, "rb") as file:
+            if file.read(len(_ELF)) == _ELF:
+                what = "is a program, not a Python script"
+                raise UsageError(f"script {found.shown} {what}{_program_hint(found, 'it')}")
 
 
 def _script_hint(found: Command, path: Path) -> str:
     if found.entrypoint.startswith("-"):
         return "; flags come before the script"
     near = near_file(path)
-    if not near and shutil.which(found.entrypoint):
-        return "; to start a program that is not a Python script, use --no-python"
+    if _is_python(found.entrypoint) or (not near and shutil.which(found.entrypoint)):
+        return _program_hint(found, "a program that is not a Python script")
     if not near and "/" not in found.entrypoint and not found.entrypoint.endswith(".py"):
         return "; to start a module by its name, use -m"
     return near
+
+
+def _program_hint(found: Command, it: str) -> str:
+    if _is_python(found.entrypoint):
+        return f"; leave {found.entrypoint!r} out: Python runs the script anyway"
+    return f"; to start {it}, use --no-python"
 
 
 def _module(found: Command, start: Path, interpreter: str, environ: Mapping[str, str]) -> None:

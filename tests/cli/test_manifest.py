@@ -261,6 +261,10 @@ def test_mistakes_in_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
         assert execute(["manifest", flag, "slurm", "train.py"]) == 2
         said = f"{flag.partition('=')[0]} is a flag of `elaunch run`; it stands behind the target"
         assert said in capsys.readouterr().err
+    assert execute(["manifest", "--gpus=8", "slurm", "train.py"]) == 0
+    assert "`--nproc-per-node 8` behind slurm gives each one a worker" in capsys.readouterr().err
+    assert execute(["manifest", "--gpus=8", "slurm", "--nproc-per-node=1", "train.py"]) == 0
+    assert capsys.readouterr().err == ""
     assert execute(["manifest", "--lea=2m", "slurm", "train.py"]) == 2
     assert "No such option" in capsys.readouterr().err
 
