@@ -66,6 +66,7 @@ def main():
         progress_bar=False,
         save_folder=args.dir,
         save_interval="10ba",
+        save_overwrite=True,  # else what a kill has left half written is in the way for ever
         load_path=args.load_path,
     )
     trainer.fit()
