@@ -87,6 +87,11 @@ def call_of(function: Function, args: Sequence[object], start_method: str | None
         raise UsageError(f"start_method: {start_method!r} is not known{hint} (allowed: {allowed})")
     if start_method == FORK:
         return None
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as in worker
+        raise UsageError(
+            "a worker imports the program's main module, which calls elaunch.run() or "
+            'elastic_launch() again; put that call below `if __name__ == "__main__":`'
+        )
     if not _of_no_file(function):
         try:
             call = pickled(function, args)

@@ -102,6 +102,16 @@ def test_a_function_of_a_script(elaunch: Launcher) -> None:
     assert "\nfails FAILED\n" in done.stderr  # not the name of what has called it
 
 
+def test_a_script_without_its_guard(elaunch: Launcher) -> None:
+    """Each worker imports the script: it started a job of its own there, by fork, and went on."""
+    script = elaunch.directory / "script.py"
+    script.write_text("import elaunch, os\nprint('ended', elaunch.run(os.getpid, nproc=1))\n")
+    done = elaunch.start_command([sys.executable, script]).wait()
+    assert done.returncode == 1 and "ended" not in done.stdout
+    assert "UsageError: a worker imports the program's main module, which" in done.stderr
+    assert 'put that call below `if __name__ == "__main__":`' in done.stderr
+
+
 @pytest.mark.trial
 def test_the_example_of_the_page(elaunch: Launcher) -> None:
     """Its first block prints what its comment says."""
