@@ -78,10 +78,8 @@ def _word(name: str, value: Any) -> list[str]:
     if name not in _FLAGS:
         word, known = (each.replace("-", "_") for each in (name, " ".join(_FLAGS)))
         hint = did_you_mean(word, ["nproc", "start_method", *known.split()])
-        raise TypeError(
-            f"elaunch.run() has no flag {word!r}{hint}; an argument that the function takes by "
-            f"its name is given by functools.partial(function, {word}=...)"
-        )
+        by_name = f"an argument of the function: functools.partial(function, {word}=...)"
+        raise TypeError(f"elaunch.run() has no flag {word!r}{hint or f'; {by_name}'}")
     if value is None:
         return []
     if isinstance(value, bool):

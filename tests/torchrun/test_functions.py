@@ -244,5 +244,5 @@ def test_a_flag_that_is_none_is_named() -> None:
         package.run(print, detach=True)
     with pytest.raises(TypeError, match="no flag 'nprocs'; did you mean 'nproc'"):
         package.run(print, nprocs=2)
-    with pytest.raises(TypeError, match=r"'end'; an argument .* functools.partial\(.*, end=...\)"):
+    with pytest.raises(TypeError, match=r"'end'; an argument .*: functools.partial\(.*, end=...\)"):
         package.run(print, "x", end="")

@@ -26,7 +26,7 @@ from elaunch.checkpoint.search.latest import find_latest
 from elaunch.checkpoint.search.locations import without_slash
 from elaunch.checkpoint.storage.files import explain, open_regular, read_json, whole_number
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, RankFileMissing
 
 OTHER: Final = "other"
 """The format of what nothing here can verify."""
@@ -107,7 +107,12 @@ def _one(path: Path, content: bool) -> Checkpoint | None:
             return None
         state = read_json(path / huggingface.STATE)
         step = whole_number(state, "global_step", huggingface.STATE)
-    latest.verify_format(path, step, format_)
+    try:
+        latest.verify_format(path, step, format_)
+    except RankFileMissing:
+        if format_ != huggingface.FORMAT:
+            raise
+        # A Trainer's lacks a rank's random state, which a new run does without.
     return Checkpoint(path, step, format_)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.records import Committed, Location
+from elaunch.checkpoint.records import Checkpoint, Committed, Location
 from elaunch.checkpoint.search.elsewhere import committed_at, find_at
 from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import CheckpointError
+from tests.checkpoint import makers
 
 
 def committed(place: Location, step: int) -> Committed:
@@ -24,6 +25,14 @@ def committed(place: Location, step: int) -> Committed:
     part = ShardHeader(0, 1, "other", {"steps_completed": step})
     storage.write_shard(stage, part, [Image("model.pt", [b"x" * step])])
     return storage.commit(stage, lambda: None)
+
+
+def test_a_trainers_checkpoint_without_a_ranks_random_state(tmp_path: Path) -> None:
+    """A new run has random numbers of its own."""
+    path = makers.trainer(tmp_path, 7)
+    makers.training_arguments(path, 3)
+    makers.saved(path / "rng_state_0.pth")
+    assert find_at(path) == Checkpoint(path, 7, "huggingface")
 
 
 @pytest.mark.parametrize("at_url", [False, True])
