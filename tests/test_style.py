@@ -114,7 +114,6 @@ BROAD_EXCEPTS: dict[str, str] = {
     "one rank is an error of all",
     "elaunch.server.devices:_or_why": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
-    "elaunch.torchrun.calls:call_of": "whatever the pickling of an argument raises, a fork has it",
 }
 
 # Modules that run in the server or in processes that it forks, the store that is torch's own, and
