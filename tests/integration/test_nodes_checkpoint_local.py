@@ -112,6 +112,20 @@ def test_files_of_scripts_without_elaunch(cluster: Build) -> None:
     assert_alike(found, disks, "step_50.pt", 50)
 
 
+def test_a_trainers_ranks_have_left_their_random_states_on_their_own_nodes(cluster: Build) -> None:
+    """By ``save_on_each_node``; no node has all of them, and none is taken for torn."""
+    job = Job(cluster, "c10d", 2)
+    disks = Disks(job, 2)
+    for rank, root in enumerate(disks.roots):
+        path = makers.trainer(root, 20)
+        makers.training_arguments(path, 2)
+        makers.saved(path / f"rng_state_{rank}.pth")
+    found = resumed(disks.start("--nnodes=2"))
+    assert [(step, path) for step, _, path in found] == [
+        ("20", root / path.name) for root in disks.roots
+    ]
+
+
 def test_a_newcomer_gets_what_the_others_have(cluster: Build) -> None:
     """The job grows: the round that follows resumes on the new node, too, from the same."""
     job = Job(cluster, "c10d", 2)
