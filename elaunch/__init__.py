@@ -21,7 +21,7 @@ _WHERE = {
     "CheckpointContext": "elaunch.training.checkpoint.context",
     "SaveHandle": "elaunch.training.checkpoint.handle",
     "Committed": "elaunch.checkpoint.records",
-    "Keep": "elaunch.checkpoint.retention.rule",
+    "Keep": "elaunch.checkpoint.records",
     "ElasticDistributedSampler": "elaunch.training.sampler",
     "record": "elaunch.errorrecord",
     "run": "elaunch.torchrun.functions",

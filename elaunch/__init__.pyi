@@ -1,5 +1,5 @@
 from elaunch.checkpoint.records import Committed as Committed
-from elaunch.checkpoint.retention.rule import Keep as Keep
+from elaunch.checkpoint.records import Keep as Keep
 from elaunch.errorrecord import record as record
 from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError

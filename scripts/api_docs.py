@@ -39,7 +39,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         f"{TRAINING}.checkpoint.context:CheckpointContext",
         f"{TRAINING}.checkpoint.handle:SaveHandle",
         "elaunch.checkpoint.records:Committed",
-        "elaunch.checkpoint.retention.rule:Keep",
+        "elaunch.checkpoint.records:Keep",
         f"{TRAINING}.checkpoint.state.perrank:PerRank",
         f"{TRAINING}.checkpoint.state.perrank:rng_state",
     ),

@@ -8,11 +8,13 @@ layout           every file name of elaunch's own layout, and its JSON documents
 ownership        whose directory it is: ``run.json``; one job at a time
 probe            whether a directory is fit for use, and all nodes share it
 storage          where a run's checkpoints are: ``open_storage``; the commit
-writing          manifests and documents of a checkpoint
+manifests        what one rank has written: the manifest's document
+assemble         the documents of a checkpoint, made of all manifests
 search           ``find_latest``; ``--checkpoint-glob``; ``{checkpoint}`` in arguments
 formats          one module a format: is this checkpoint complete? ``verify`` returns, or
                  raises ``CheckpointError`` with the reason
-retention        which checkpoints stay, and how the others go; quarantine
+retention        which checkpoints stay, and the removal of the others
+shelves          pins, quarantine, trash
 nodelocal        checkpoints where every node has a directory of its own
 ===============  ==================================================================
 

@@ -37,6 +37,7 @@ from typing import Final
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp, filetree, huggingface, lightning, own
 from elaunch.checkpoint.formats.archives import check_sums
+from elaunch.checkpoint.manifests import FileEntry, entries, schema_checked
 from elaunch.checkpoint.records import PassedOver, Stage
 from elaunch.checkpoint.search import latest
 from elaunch.checkpoint.search.latest import (
@@ -60,7 +61,6 @@ from elaunch.checkpoint.storage.files import (
     regular_size,
 )
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError, RankFileMissing
 
 StageManifests = Mapping[str, Mapping[int, bytes]]

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import dump, schema_checked
 from elaunch.checkpoint.storage.durable import read_patiently, sync_directory, write_document
 from elaunch.checkpoint.storage.files import read_json, shown
-from elaunch.checkpoint.writing.manifests import dump, schema_checked
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)

@@ -164,7 +164,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     Without --force, the newest, pinned ones, and those that a living run has resumed from or reads
     are refused.
     """
-    from elaunch.checkpoint.retention import delete, shelves
+    from elaunch.checkpoint import retention, shelves
     from elaunch.monitor.checkpointtarget import choose
 
     entries = choose(there, names)
@@ -172,7 +172,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
         _check_removal(there, entry, force)
     for entry in entries:
         assert entry.found is not None  # the check has refused others
-        with delete.claimed(entry.found.place) as free:
+        with retention.claimed(entry.found.place) as free:
             if not free and not force:
                 raise UsageError(f"{entry.name} is being read; wait, or give --force")
             there.storage.remove(entry.found)
@@ -228,7 +228,7 @@ def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
-    from elaunch.checkpoint.retention import shelves
+    from elaunch.checkpoint import shelves
     from elaunch.monitor.checkpointtarget import choose
 
     for entry in choose(there, names):
@@ -256,7 +256,7 @@ def export(
     --force replaces an existing FILE; of a link, the file that it leads to. This needs torch, and
     memory for the whole checkpoint.
     """
-    from elaunch.checkpoint.retention import delete
+    from elaunch.checkpoint import retention
     from elaunch.monitor.checkpointtarget import pick
     from elaunch.monitor.checkpointview import problem_of
     from elaunch.training.checkpoint.dcp.convert import to_torch_file
@@ -266,7 +266,7 @@ def export(
     if problem := problem_of(there.storage, entry):
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
-        with delete.reading(entry.found.place), there.storage.fetch(entry.found) as path:
+        with retention.reading(entry.found.place), there.storage.fetch(entry.found) as path:
             to_torch_file(path, target, entry.found.metadata, trusted=trust)
     elif entry.candidate is not None:
         to_torch_file(entry.candidate.path, target, trusted=trust)

@@ -19,8 +19,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaunch.checkpoint.records import Checkpoint
-from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint.records import Checkpoint, Keep
 from elaunch.checkpoint.search.locations import broken_link, has_placeholder, parse_location
 from elaunch.config import files
 from elaunch.config.flags.flag import Answers

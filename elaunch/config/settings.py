@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from elaunch.checkpoint.records import Checkpoint
-from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint.records import Checkpoint, Keep
 from elaunch.config import checkpoint, checks, command, files, jobfile, place, rdzvconf, values
 from elaunch.config.command import Command, Mode
 from elaunch.config.flags.flag import Answers, JobFile, collect, from_variables

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.checkpoint import layout
+from elaunch.checkpoint import layout, shelves
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.records import Committed, Location, PassedOver
-from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.search import latest
 from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.nodelocal import NodeFiles, unite
-from elaunch.checkpoint.writing.manifests import FileEntry
 
 
 def entry(path: str, content: str = "a", size: int = 4) -> FileEntry:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.checkpoint.retention import delete
+from elaunch.checkpoint import retention
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.cli import execute
@@ -322,7 +322,7 @@ def test_what_is_needed_is_not_removed_without_force(command: Command, saves: Pa
     ):
         code, said = command("rm", saves, "110", name)
         assert code == 2 and told in said
-    with delete.reading(saves / "step-00000110.r0"):
+    with retention.reading(saves / "step-00000110.r0"):
         code, said = command("rm", saves, "110")
         assert code == 2 and "is being read; wait, or give --force" in said
     assert len(names(saves)) == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint.records import Keep
 from elaunch.config import values
 from elaunch.config.facts import facts
 from tests.config.resolving import Job

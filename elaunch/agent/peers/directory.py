@@ -36,6 +36,7 @@ from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.checkpoint import layout, nodelocal
 from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.nodelocal import (
     LocalCheckpoint,
     NodeFiles,
@@ -47,7 +48,6 @@ from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import sync_directory
 from elaunch.checkpoint.storage.files import inside, open_regular, read_json
-from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError
 
 GATHERED: Final = "gather."

@@ -204,7 +204,7 @@ class DirectoryFinisher:
         """
         if not (root / layout.RUN).exists():
             return
-        from elaunch.checkpoint.retention.shelves import put_all_aside
+        from elaunch.checkpoint.shelves import put_all_aside
 
         until = time.monotonic() + ASIDE_S
         found = [each for each in passed if each.damaged and _is_own(root, each.path, run_id)]

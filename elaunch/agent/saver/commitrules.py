@@ -13,8 +13,8 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.retention.delete import Keep, Retiring
+from elaunch.checkpoint.records import Committed, Keep, Stage
+from elaunch.checkpoint.retention import Retiring
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError, StoreUnreachable
 from elaunch.rendezvous.plan import Plan

@@ -40,6 +40,7 @@ from elaunch.agent.peers.directory import GATHERED
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, error_text
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import Pace, start
 from elaunch.checkpoint.storage.commit import read_committed
@@ -51,7 +52,6 @@ from elaunch.checkpoint.storage.durable import (
 )
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.checkpoint.storage.storage import Storage
-from elaunch.checkpoint.writing.manifests import decode
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.wire.worker import StagedShard
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import FileEntry, entries, schema_checked
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.checksums import differs
 from elaunch.checkpoint.storage.files import (
@@ -28,7 +29,6 @@ from elaunch.checkpoint.storage.files import (
     shown,
     whole_number,
 )
-from elaunch.checkpoint.writing.manifests import FileEntry, entries, schema_checked
 from elaunch.errors import CheckpointError
 
 FORMAT = "elaunch"

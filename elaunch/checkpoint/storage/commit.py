@@ -38,9 +38,18 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.assemble import (
+    Documents,
+    assemble,
+    describe,
+    in_the_way,
+    is_complete,
+    is_foreign,
+)
 from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.retention.shelves import throw_away
+from elaunch.checkpoint.shelves import throw_away
 from elaunch.checkpoint.storage.durable import (
     read_patiently,
     regular,
@@ -49,15 +58,6 @@ from elaunch.checkpoint.storage.durable import (
     write_document,
 )
 from elaunch.checkpoint.storage.files import read_json
-from elaunch.checkpoint.writing.assemble import (
-    Documents,
-    assemble,
-    describe,
-    in_the_way,
-    is_complete,
-    is_foreign,
-)
-from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)

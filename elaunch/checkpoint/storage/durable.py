@@ -39,10 +39,10 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.storage.atonce import STEP, Pace, at_once
 from elaunch.checkpoint.storage.checksums import BLOCK, Checksum, begin
 from elaunch.checkpoint.storage.files import open_regular
-from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import SaveError
 
 _KINDS = (

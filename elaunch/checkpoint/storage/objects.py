@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.locations import BUCKETS, without_slash
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
-from elaunch.checkpoint.writing.manifests import FileEntry
 from elaunch.errors import UsageError
 
 _CHUNK = 2**22

@@ -28,11 +28,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elaunch.checkpoint import layout
+from elaunch.checkpoint import layout, shelves
+from elaunch.checkpoint.assemble import choose, in_the_way
 from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.manifests import (
+    FileEntry,
+    check_metadata,
+    check_path,
+    encode_checked,
+)
 from elaunch.checkpoint.ownership import DirectoryLock, Origin, claim_directory
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
-from elaunch.checkpoint.retention import shelves
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import (
@@ -47,13 +53,6 @@ from elaunch.checkpoint.storage.durable import (
     write_file,
 )
 from elaunch.checkpoint.storage.files import explain
-from elaunch.checkpoint.writing.assemble import choose, in_the_way
-from elaunch.checkpoint.writing.manifests import (
-    FileEntry,
-    check_metadata,
-    check_path,
-    encode_checked,
-)
 from elaunch.errors import CheckpointError, SaveError
 
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -28,16 +28,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from elaunch.checkpoint import layout, ownership
-from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.ownership import NoLock
-from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
-from elaunch.checkpoint.retention import shelves
-from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.durable import list_files, sync_files
-from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
-from elaunch.checkpoint.storage.objects import Objects, name_in
-from elaunch.checkpoint.writing.assemble import (
+from elaunch.checkpoint import layout, ownership, shelves
+from elaunch.checkpoint.assemble import (
     Documents,
     assemble,
     check_sizes,
@@ -47,13 +39,20 @@ from elaunch.checkpoint.writing.assemble import (
     is_complete,
     is_foreign,
 )
-from elaunch.checkpoint.writing.manifests import (
+from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.manifests import (
     check_metadata,
     check_path,
     dump,
     encode_checked,
     schema_checked,
 )
+from elaunch.checkpoint.ownership import NoLock
+from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
+from elaunch.checkpoint.storage import commit as committing
+from elaunch.checkpoint.storage.durable import list_files, sync_files
+from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
+from elaunch.checkpoint.storage.objects import Objects, name_in
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)

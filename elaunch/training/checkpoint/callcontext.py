@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention.delete import Keep, Retiring
+from elaunch.checkpoint.records import Keep
+from elaunch.checkpoint.retention import Retiring
 from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.distributed import checked_timeout

@@ -29,11 +29,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from elaunch import __version__, text
-from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import delete, shelves
-from elaunch.checkpoint.storage.storage import Committed, ShardHeader, Stage, Storage
-from elaunch.checkpoint.writing import manifests
-from elaunch.checkpoint.writing.assemble import in_the_way
+from elaunch.checkpoint import layout, manifests, retention, shelves
+from elaunch.checkpoint.assemble import in_the_way
+from elaunch.checkpoint.records import Committed, Keep, ShardHeader, Stage
+from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
 from elaunch.training.checkpoint.together import FULL, together
@@ -220,7 +219,7 @@ def discard(call: CallContext, stage: Stage, agreed: bool) -> None:
         log.warning("the stage %s is left behind: %s", stage.name, error)
 
 
-def keep_by_rule(call: CallContext, keep: delete.Keep | None, committed: Committed) -> None:
+def keep_by_rule(call: CallContext, keep: Keep | None, committed: Committed) -> None:
     """Remove the checkpoints that may go now that ``committed`` is there; rank 0 does."""
     call.retiring.apply(keep, {*call.known.protected(), committed.name})
 
@@ -235,7 +234,7 @@ def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> N
             f"{found.name} stays: this round resumed from it, and would again; store a newer one "
             "first"
         )
-    with delete.claimed(found.place) as free:
+    with retention.claimed(found.place) as free:
         if not free:
             raise CheckpointError(f"{found.name} stays: a process is reading it just now")
         storage.remove(found)
@@ -346,6 +345,6 @@ def _naming_room(call: CallContext, request: SaveRequest) -> Iterator[None]:
             raise
         place = call.storage.place
         needs = f"needs about {text.size(request.size)}, " if request.size else ""
-        has = text.size(delete.free_bytes(place))
+        has = text.size(retention.free_bytes(place))
         reason = f"no space left on {place}: {needs}has {has}"
         raise OSError(problem.errno, reason, problem.filename) from problem

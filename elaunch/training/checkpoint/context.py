@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-from elaunch.checkpoint.retention import shelves
-from elaunch.checkpoint.retention.delete import Keep
+from elaunch.checkpoint import shelves
+from elaunch.checkpoint.records import Keep
 from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import NotRequired
 
-    from elaunch.checkpoint.records import Committed, Stage
-    from elaunch.checkpoint.retention.delete import Keep
+    from elaunch.checkpoint.records import Committed, Keep, Stage
     from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
     from elaunch.training.checkpoint.saver import AgentSaverClient
 

@@ -86,7 +86,7 @@ def _in_memory(
 
     ALL ranks call it together; the first of each node asks its agent.
     """
-    from elaunch.checkpoint.writing.assemble import describe, merge_metadata
+    from elaunch.checkpoint.assemble import describe, merge_metadata
     from elaunch.wire.worker import ANSWER_S, StagedShard, shard_from_json
 
     mine, problem = list[StagedShard](), ""

@@ -11,7 +11,7 @@ True           all ranks enter. Each gets a directory of its own, so that nobody
 =============  ==================================================================================
 
 The same file with the same content from several ranks is one file. With different content, or a
-file where another rank has a directory, nothing is committed (elaunch.checkpoint.writing.assemble).
+file where another rank has a directory, nothing is committed (elaunch.checkpoint.assemble).
 
 ``stage_path`` and ``commit`` are for files that other people's code writes. They are linked into
 the stage, or copied where the disks differ. Where they were written they are removed when the

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention import delete
+from elaunch.checkpoint import layout, retention
 from elaunch.checkpoint.search import elsewhere
 from elaunch.checkpoint.search.locations import parse_location, without_slash
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
@@ -397,7 +396,7 @@ def _kept(found: Committed) -> Iterator[None]:
     """Keep a checkpoint from being removed; CheckpointError if it was already."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(delete.reading(found.place))
+            stack.enter_context(retention.reading(found.place))
         except FileNotFoundError:
             raise CheckpointError(f"{found.name} is gone: it was removed meanwhile") from None
         yield

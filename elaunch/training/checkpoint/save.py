@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from elaunch.checkpoint.assemble import merge_metadata
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
-from elaunch.checkpoint.writing.assemble import merge_metadata
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint import collective
 from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest, metadata_of

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.retention.delete import Retiring
+from elaunch.checkpoint.retention import Retiring
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.training.checkpoint import latest, where

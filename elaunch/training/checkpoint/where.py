@@ -35,9 +35,8 @@ from pathlib import Path
 from typing import Final
 
 from elaunch import env
-from elaunch.checkpoint import layout, probe
-from elaunch.checkpoint.retention import delete
-from elaunch.checkpoint.retention.delete import Keep
+from elaunch.checkpoint import layout, probe, retention
+from elaunch.checkpoint.records import Keep
 from elaunch.checkpoint.search.locations import default_location, parse_location
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
@@ -193,7 +192,7 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
     Of what was whole before only documents and sizes are looked at.
     """
     try:
-        with delete.reading(found.place):
+        with retention.reading(found.place):
             storage.verify(found, content=found.uuid not in known.whole)
     except CheckpointError as error:
         if known.read_only is None:

@@ -18,10 +18,10 @@ from elaunch.agent.saver import inflight
 from elaunch.agent.saver import queue as savequeue
 from elaunch.agent.saver.queue import SaveQueue
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.records import Committed, Image, ShardHeader, Stage
 from elaunch.checkpoint.storage import atonce, commit, durable
 from elaunch.checkpoint.storage.posix import PosixStorage
-from elaunch.checkpoint.writing.manifests import decode
 from elaunch.errors import SaveError
 from elaunch.wire.worker import StagedShard
 from tests.launching import wait_until

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.storage import atonce, durable
 from elaunch.checkpoint.storage.atonce import ENOUGH, Pace, at_once, start, within
-from elaunch.checkpoint.writing.manifests import FileEntry
 
 ROOT = Path(__file__).parents[3]
 

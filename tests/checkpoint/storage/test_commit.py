@@ -37,7 +37,7 @@ Killed = Callable[[str], list[PosixStorage]]
 KILLED = """
 import itertools, os, shutil, signal, sys
 from elaunch.checkpoint.storage.storage import open_storage
-from elaunch.checkpoint.retention.shelves import throw_away
+from elaunch.checkpoint.shelves import throw_away
 from tests.checkpoint import storages
 
 def act(place, what):

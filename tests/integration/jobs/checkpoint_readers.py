@@ -21,7 +21,7 @@ import torch
 import elaunch
 import elaunch.training.checkpoint.ddp.singlefile
 import elaunch.training.context
-from elaunch.checkpoint.retention.delete import reading
+from elaunch.checkpoint.retention import reading
 from elaunch.checkpoint.search.latest import find_latest
 
 SIZE = 20_000

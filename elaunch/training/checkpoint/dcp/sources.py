@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.checkpoint import layout
+from elaunch.checkpoint import layout, manifests
 from elaunch.checkpoint.storage.checksums import BLOCK, CRC32C, DIGITS, Extend, begin, crc32c
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed
-from elaunch.checkpoint.writing import manifests
 from elaunch.errors import CheckpointError, DamageError, SaveError
 from elaunch.training.checkpoint import saver
 from elaunch.training.checkpoint.callcontext import CallContext

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import FileEntry, encode_checked
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.checksums import BLOCK, checksum_of
-from elaunch.checkpoint.writing.manifests import FileEntry, encode_checked
 from elaunch.errors import DamageError
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source, SourceFile

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, ReadBefore
-from elaunch.checkpoint.retention import delete, shelves
-from elaunch.checkpoint.retention.delete import Keep, Retiring, decide
+from elaunch.checkpoint import layout, retention, shelves
+from elaunch.checkpoint.records import Committed, Keep, ReadBefore
+from elaunch.checkpoint.retention import Retiring, decide
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Storage
 from tests.checkpoint import makers, storages
@@ -217,7 +216,7 @@ def test_room_is_made_from_the_oldest_on_and_no_more_than_needed(
     def free(_: Path | str) -> float:
         return 100.0 + 10.0 * (5 - len(shelf.there))
 
-    monkeypatch.setattr(delete, "free_bytes", free)
+    monkeypatch.setattr(retention, "free_bytes", free)
     assert Retiring(shelf.storage, Keep(last=2)).make_room(None, 100, ()) == []
     assert shelf.cleared == 1 and len(shelf.there) == 5
     assert Retiring(shelf.storage, Keep(last=2)).make_room(None, 120, ()) == [
@@ -236,7 +235,7 @@ def test_in_a_real_directory(tmp_path: Path) -> None:
     storage.prepare("digits", given=True)
     for step in (10, 20, 30, 40):
         storages.save(storage, step)
-    with delete.reading(tmp_path / "step-00000020.r3"):
+    with retention.reading(tmp_path / "step-00000020.r3"):
         assert Retiring(storage, Keep(last=1)).apply(None, ()) == [
             "step-00000010.r3",
             "step-00000030.r3",
@@ -275,8 +274,8 @@ def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
 def test_the_room_of_a_file_system(tmp_path: Path) -> None:
     """What this user may use; nobody knows of a URL."""
     room = os.statvfs(tmp_path)
-    assert 0 < delete.free_bytes(tmp_path) <= room.f_blocks * room.f_frsize
-    assert delete.free_bytes("memory://x") == math.inf
+    assert 0 < retention.free_bytes(tmp_path) <= room.f_blocks * room.f_frsize
+    assert retention.free_bytes("memory://x") == math.inf
 
 
 REAL_FLOCK, REAL_OPEN = fcntl.flock, os.open
@@ -299,7 +298,7 @@ def nfs_flock(descriptor: int, kind: int) -> None:
 
 def is_free(place: Path) -> bool:
     """Return what who wants to delete is told."""
-    with delete.claimed(place) as free:
+    with retention.claimed(place) as free:
         return free
 
 
@@ -307,11 +306,11 @@ def is_free(place: Path) -> bool:
 def test_a_reader_is_seen(place: Path, monkeypatch: pytest.MonkeyPatch, flock: Any) -> None:
     """As long as it reads, and no one begins to read what is being deleted."""
     monkeypatch.setattr(fcntl, "flock", flock)
-    with delete.reading(place), delete.reading(place):
+    with retention.reading(place), retention.reading(place):
         assert not is_free(place)
-    with delete.claimed(place) as free:
+    with retention.claimed(place) as free:
         assert free
-        with pytest.raises(FileNotFoundError, match="being deleted"), delete.reading(place):
+        with pytest.raises(FileNotFoundError, match="being deleted"), retention.reading(place):
             pytest.fail("it is being deleted")
 
 
@@ -325,7 +324,7 @@ def test_who_may_not_write(place: Path, monkeypatch: pytest.MonkeyPatch, reason:
         return REAL_OPEN(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", read_only)
-    with delete.reading(place):
+    with retention.reading(place):
         assert not is_free(place)
     assert is_free(place)
     monkeypatch.setattr(fcntl, "flock", nfs_flock)
@@ -339,6 +338,6 @@ def test_no_locks_at_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with delete.reading(place):
+    with retention.reading(place):
         assert is_free(place)
     assert is_free(place / "gone")

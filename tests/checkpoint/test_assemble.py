@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.checkpoint.writing.assemble import merge_files, merge_metadata
+from elaunch.checkpoint.assemble import merge_files, merge_metadata
 from elaunch.errors import SaveError
 
 JSON = st.recursive(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaunch.checkpoint.manifests import FileEntry, decode, encode_checked
 from elaunch.checkpoint.records import ShardHeader, Stage
-from elaunch.checkpoint.writing.manifests import FileEntry, decode, encode_checked
 from elaunch.errors import CheckpointError
 
 STAGE = Stage(120, 3, "9c-1_x")

@@ -25,11 +25,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.manifests import dump
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.storage.durable import sync_directory, write_document
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.objects import Objects
-from elaunch.checkpoint.writing.manifests import dump
 from elaunch.errors import CheckpointError
 
 

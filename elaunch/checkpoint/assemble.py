@@ -35,9 +35,7 @@ from typing import Any, TypeVar
 
 from elaunch import __version__, text
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Location, Stage
-from elaunch.checkpoint.storage.files import shown, whole_number
-from elaunch.checkpoint.writing.manifests import (
+from elaunch.checkpoint.manifests import (
     FileEntry,
     Manifest,
     check_metadata,
@@ -45,6 +43,8 @@ from elaunch.checkpoint.writing.manifests import (
     dump,
     encode,
 )
+from elaunch.checkpoint.records import Committed, Location, Stage
+from elaunch.checkpoint.storage.files import shown, whole_number
 from elaunch.errors import CheckpointError, SaveError
 
 _MOST = 10

@@ -1,10 +1,10 @@
 """The choice of committed checkpoints that are kept, and the removal of the others.
 
-The rule is a ``Keep`` (``elaunch.checkpoint.retention.rule``): a checkpoint stays if a part of the
-rule keeps it. Whatever the rule, these stay: the newest, what is pinned (``shelves``), what is
-being read at this moment, and what the caller protects: the one that this round has
-resumed from, until the next is committed, and the one just committed. Stages and the quarantine are
-neither counted nor touched.
+The rule is a ``Keep`` (elaunch.checkpoint.records): a checkpoint stays if a part of the rule keeps
+it. Whatever the rule, these stay: the newest, what is pinned (elaunch.checkpoint.shelves), what is
+being read at this moment, and what the caller protects: the one that this round has resumed from,
+until the next is committed, and the one just committed. Stages and the quarantine are neither
+counted nor touched.
 
 One process of a job removes (``Retiring``): the agent of the first node, or rank 0 where there is
 no agent. A removal that fails is logged and never fails a save.
@@ -29,14 +29,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Location
-from elaunch.checkpoint.retention import shelves
-from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint import layout, shelves
+from elaunch.checkpoint.records import Committed, Keep, Location
 from elaunch.checkpoint.storage.storage import ReadBefore, Storage
 from elaunch.errors import CheckpointError
-
-__all__ = ["Keep", "Retiring", "best_of", "decide", "free_bytes"]
 
 log = logging.getLogger("elaunch")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import elaunch
-from elaunch.checkpoint.retention.rule import Keep
+from elaunch.checkpoint.records import Keep
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.checkpoint.retention import shelves
+from elaunch.checkpoint import shelves
 from elaunch.errors import CheckpointError
 
 NAME, OTHER = "step-00000120.r3", "step-00000007.r0"
