@@ -39,7 +39,6 @@ from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as writeplan
 from elaunch.training.checkpoint.handle import LONGER_S, Busy, SaveHandle, SaveInFlight, await_saver
 from elaunch.training.checkpoint.state import compare, tensors
-from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
 from elaunch.training.checkpoint.together import together
 from elaunch.wire.worker import StagedShard
@@ -333,7 +332,7 @@ def _prepared(
 def _digests(flat: FlatState, packed: Mapping[str, bytes]) -> bytes:
     keys = writeplan.compared_keys(flat)
     samples = compare.sampled({key: flat.leaves[key].value for key in keys if key not in packed})
-    return b"".join(digest(packed[key]) if key in packed else samples[key] for key in keys)
+    return b"".join(compare.digest(packed[key]) if key in packed else samples[key] for key in keys)
 
 
 def _planned(
@@ -347,7 +346,7 @@ def _planned(
 
     Raises SaveError, on all ranks; also where the digests of what has to be equal differ.
     """
-    planner, distributed = writeplan.planner_of(ready.flat), call.distributed
+    planner, distributed = ready.flat.planner(), call.distributed
     known, summed = ready.known, [offer.digests for offer in offers]
     if known is None or any(offer.plan != known.plan.number for offer in offers):
         known = _planned_anew(call, cache, ready, planner, request.timeout)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.state.digests import ComparedKeys
+from elaunch.training.checkpoint.state.compare import ComparedKeys
 from elaunch.training.checkpoint.state.flatten import FlatState, KeyPath
 from elaunch.training.checkpoint.together import together
 
@@ -111,16 +111,6 @@ def _shape(value: Any) -> Hashable:
 def compared_keys(flat: FlatState) -> tuple[str, ...]:
     """Return the keys of what has to be equal on all ranks that have it."""
     return tuple(key for key, leaf in flat.leaves.items() if leaf.is_compared)
-
-
-def planner_of(flat: FlatState) -> DefaultSavePlanner:
-    """Return a planner that knows the state, for ``resolve_data``."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    # Values are no business of the planner, which would take some of them for containers.
-    leaves = flat.leaves.items()
-    plain = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
-    planner.set_up_planner(plain, is_coordinator=False)
-    return planner
 
 
 def make(

@@ -34,7 +34,7 @@ from elaunch.errors import CheckpointError, SaveError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import key_of
 from elaunch.training.checkpoint.state import compare, kinds, modules, optimizers, tensors
-from elaunch.training.checkpoint.state.digests import differing, digest, split
+from elaunch.training.checkpoint.state.compare import differing, digest, split
 from elaunch.training.checkpoint.state.perrank import PerRank
 from elaunch.training.checkpoint.together import guarded
 from elaunch.training.distributed import DistributedContext

@@ -2,8 +2,8 @@
 
 ``flatten`` walks it under the keys of torch.distributed.checkpoint; ``modules`` and ``optimizers``
 go by the names of parameters, ``perrank`` keeps what each rank has for itself, ``tensors`` are
-turned into bytes, ``kinds`` tell leaves apart, ``compare`` has the ranks send ``digests`` of what
-must be equal.
+turned into bytes, ``kinds`` tell leaves apart, ``compare`` has the ranks send digests of what must
+be equal.
 """
 
-__all__ = ["compare", "digests", "flatten", "kinds", "modules", "optimizers", "perrank", "tensors"]
+__all__ = ["compare", "flatten", "kinds", "modules", "optimizers", "perrank", "tensors"]

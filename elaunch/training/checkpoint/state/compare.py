@@ -3,8 +3,17 @@
 torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and reports
 nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal
 sets can have different pickles); tensors by type, shape and some dozens of elements spread over
-them, so that it costs next to nothing. A rank sends one digest of all keys that the same ranks
-have; only where two such digests differ it sends one for each key.
+them, so that it costs next to nothing. Only where two of these digests differ a rank sends one for
+each key (``ComparedKeys``):
+
+==========================  ======================================================================
+a rank has                  and sends
+==========================  ======================================================================
+the keys that all have      one digest of all
+some that others lack, too  one for the keys of each set of ranks that has them: with pipeline
+                            stages one for the stage, one for what all stages have
+keys of its own             nothing for them
+==========================  ======================================================================
 
 ``check_same`` compares every bit of what data parallel ranks should have in common: plain tensors
 (parameters, optimizer states, tensors of the state), pieces of sharded tensors that several ranks
@@ -17,6 +26,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -25,9 +36,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from elaunch import text
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.training import unpickling
-from elaunch.training.checkpoint.dcp import archives, plan
+from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
-from elaunch.training.checkpoint.state.digests import digest
 from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, FlatState, Values, flatten
 from elaunch.training.checkpoint.together import agree, guarded
 from elaunch.training.distributed import DistributedContext
@@ -62,7 +72,7 @@ def _digests(flat: FlatState) -> Iterator[tuple[str, bytes]]:
     for key, packed in Values().pack(flat).items():
         if leaves[key].share != OWN:
             yield key, hashlib.sha256(packed).digest()
-    planner = plan.planner_of(flat)
+    planner = flat.planner()
     for item in planner.create_local_plan().items:
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO or leaves[key].share in (BUFFER, OWN):
@@ -72,6 +82,95 @@ def _digests(flat: FlatState) -> Iterator[tuple[str, bytes]]:
         content = tensors.memory_of(data)
         offset = "" if item.type == WriteItemType.TENSOR else f"\0{item.index.offset}"
         yield f"{key}{offset}", hashlib.sha256(kind + hashlib.sha256(content).digest()).digest()
+
+
+LENGTH: Final = 8
+"""Bytes of a digest."""
+
+
+def digest(*parts: Any) -> bytes:
+    """Return the digest of some bytes."""
+    total = hashlib.blake2b(digest_size=LENGTH)
+    for part in parts:
+        total.update(part)
+    return total.digest()
+
+
+def split(joined: bytes) -> list[bytes]:
+    """Return the digests that were joined."""
+    return [joined[at : at + LENGTH] for at in range(0, len(joined), LENGTH)]
+
+
+@dataclass(frozen=True)
+class ComparedKeys:
+    """The keys that have to be equal on all ranks that have them.
+
+    Attributes:
+        lists: the different lists of keys.
+        of_rank: for each rank, which of the lists it has.
+    """
+
+    lists: tuple[tuple[str, ...], ...]
+    of_rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lists: Sequence[tuple[str, ...]]) -> ComparedKeys:
+        """Return those of ranks with these lists."""
+        numbers = {keys: number for number, keys in enumerate(dict.fromkeys(lists))}
+        return cls(tuple(numbers), tuple(numbers[keys] for keys in lists))
+
+    @cached_property
+    def _groups(self) -> list[dict[frozenset[int], list[int]]]:
+        """For each list: which lists have the same keys → their places in it, by key.
+
+        Keys that only one rank has are left out.
+        """
+        having: dict[str, set[int]] = {}
+        for number, keys in enumerate(self.lists):
+            for key in keys:
+                having.setdefault(key, set()).add(number)
+        ranks = Counter(self.of_rank)
+        found: list[dict[frozenset[int], list[int]]] = [{} for _ in self.lists]
+        for keys, groups in zip(self.lists, found, strict=True):
+            for key, place in sorted((key, place) for place, key in enumerate(keys)):
+                if sum(ranks[number] for number in having[key]) > 1:
+                    groups.setdefault(frozenset(having[key]), []).append(place)
+        return found
+
+    def summed(self, rank: int, digests: bytes) -> bytes:
+        """Return one digest for each group of keys that the same ranks have, joined.
+
+        ``digests`` are those of this rank's keys, joined.
+        """
+        groups, each = self._groups[self.of_rank[rank]], split(digests)
+        return b"".join(digest(*(each[at] for at in places)) for places in groups.values())
+
+    def are_equal(self, summed: Sequence[bytes]) -> bool:
+        """Tell from what :meth:`summed` is on each rank whether all keys are the same."""
+        seen: dict[frozenset[int], bytes] = {}
+        return all(
+            seen.setdefault(group, one) == one
+            for number, joined in zip(self.of_rank, summed, strict=True)
+            for group, one in zip(self._groups[number], split(joined), strict=True)
+        )
+
+    def differing(self, digests: Sequence[bytes]) -> dict[str, dict[bytes, list[int]]]:
+        """Return the keys that are not the same on all ranks: :func:`differing`."""
+        return differing([self.lists[number] for number in self.of_rank], digests)
+
+
+def differing(
+    lists: Sequence[Sequence[str]], digests: Sequence[bytes]
+) -> dict[str, dict[bytes, list[int]]]:
+    """Return the keys whose digests are not the same on all ranks, with the ranks of each digest.
+
+    ``lists`` has the keys of each rank; ``digests`` theirs, joined.
+    """
+    seen: dict[str, dict[bytes, list[int]]] = {}
+    for rank, (keys, joined) in enumerate(zip(lists, digests, strict=True)):
+        for key, one in zip(keys, split(joined), strict=True):
+            seen.setdefault(key, {}).setdefault(one, []).append(rank)
+    return {key: groups for key, groups in seen.items() if len(groups) > 1}
 
 
 _SAMPLE: Final = 64

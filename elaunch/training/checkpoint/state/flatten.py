@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.dcp import archives
@@ -161,6 +162,15 @@ class FlatState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The leaves that are tensors."""
         return {key: leaf.value for key, leaf in self.leaves.items() if leaf.is_tensor}
+
+    def planner(self) -> DefaultSavePlanner:
+        """Return a planner that knows the leaves, for ``resolve_data``."""
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        # Values are no business of the planner, which would take some of them for containers.
+        leaves = self.leaves.items()
+        plain = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
+        planner.set_up_planner(plain, is_coordinator=False)
+        return planner
 
 
 def flatten(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -> FlatState:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elaunch.training.checkpoint.state.digests import LENGTH, ComparedKeys, differing, digest
+from elaunch.training.checkpoint.state.compare import LENGTH, ComparedKeys, differing, digest
 
 WORLD, KEYS = 64, 1000
 
