@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final, Protocol
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.files import open_regular
@@ -151,6 +151,16 @@ def is_known(text: str) -> bool:
     return text.startswith((f"{CRC32C}:", f"{layout.CHECKSUM}:"))
 
 
+def add_all(
+    total: Checksum, file: IO[bytes], progress: Callable[[int], object] | None = None
+) -> None:
+    """Add the rest of a file to a checksum; ``progress`` gets the size of each piece."""
+    while piece := file.read(BLOCK):
+        total.update(piece)
+        if progress is not None:
+            progress(len(piece))
+
+
 def checksum_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
     """Return the checksum of a file; ``progress`` gets the size of each piece."""
     return _read(path, begin(), progress)
@@ -163,8 +173,5 @@ def differs(path: Path, checksum: str, progress: Callable[[int], object] | None 
 
 def _read(path: Path, total: Checksum, progress: Callable[[int], object] | None) -> str:
     with open_regular(path) as file:
-        while chunk := file.read(BLOCK):
-            total.update(chunk)
-            if progress is not None:
-                progress(len(chunk))
+        add_all(total, file, progress)
     return total.text()

@@ -30,7 +30,6 @@ import os
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ from typing import TypeVar
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.storage.atonce import STEP, Pace, at_once
-from elaunch.checkpoint.storage.checksums import BLOCK, Checksum, begin
+from elaunch.checkpoint.storage.checksums import Checksum, add_all, begin
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.errors import SaveError
 
@@ -200,11 +199,9 @@ def sync_file(directory: Path, relative: str) -> FileEntry:
     """Fsync a regular file and return its entry; SaveError if it changes meanwhile."""
     path = directory / relative
     with open_regular(path) as file, naming(path):
-        before = os.fstat(file.fileno())
-        with _Sync(file.fileno()):
-            total = begin()
-            while chunk := file.read(BLOCK):
-                total.update(chunk)
+        before, total = os.fstat(file.fileno()), begin()
+        calls = [partial(os.fsync, file.fileno()), partial(add_all, total, file)]
+        at_once(calls, len(calls), "fsync")
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SaveError(
@@ -364,26 +361,3 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
             raise
         return False
     return direct
-
-
-class _Sync:
-    """An fsync that runs beside the ``with`` block, which raises what it raised."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="fsync", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            self._error = error

@@ -24,11 +24,9 @@ from typing import Any
 from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.locations import BUCKETS, without_slash
-from elaunch.checkpoint.storage.checksums import begin
+from elaunch.checkpoint.storage.checksums import add_all, begin
 from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
 from elaunch.errors import UsageError
-
-_CHUNK = 2**22
 
 
 class Objects:
@@ -139,8 +137,7 @@ class Objects:
         """Return whether an object, read in pieces, has another checksum."""
         total = begin(checksum)
         with self._at(path) as (system, full), system.open(full, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                total.update(chunk)
+            add_all(total, file)
         return total.text() != checksum
 
     def delete(self, path: str) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,6 +109,19 @@ def test_a_failed_fsync_of_a_sealed_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="Input/output") as raised:
         durable.sync_file(tmp_path, "a")
     assert raised.value.filename == str(tmp_path / "a")
+
+
+def test_a_file_is_sealed_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may have used up the processes that a user may have; the save goes on."""
+    (tmp_path / "a").write_bytes(b"x")
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert durable.sync_file(tmp_path, "a").checksum == checksum_of(tmp_path / "a")
 
 
 def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
