@@ -28,9 +28,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import convert, to_builtins
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
@@ -39,8 +41,7 @@ from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.nodelocal import (
     LocalCheckpoint,
-    NodeFiles,
-    StageManifests,
+    WholeFile,
     find_whole,
     list_local,
 )
@@ -54,6 +55,9 @@ GATHERED: Final = "gather."
 """The begin of the name of a directory, below STAGE, that files are fetched into."""
 REACH_S: Final = 10.0
 """Seconds to reach an agent that has a file."""
+
+Manifests = dict[str, dict[int, bytes]]
+"""``StageManifests`` as they are received."""
 
 log = logging.getLogger("elaunch")
 
@@ -134,23 +138,24 @@ class LocalCopies:
         names = list(nodelocal.committed_paths(self._root))
         return {
             "ok": True,
-            "manifests": manifests_to_json(nodelocal.staged_manifests(self._root)),
+            "manifests": to_builtins(nodelocal.staged_manifests(self._root), str_keys=True),
             "committed": names,
         }
 
     def _on_manifests(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         name = request["name"]
         path = nodelocal.committed_paths(self._root)[name]
-        return {"ok": True, "manifests": manifests_to_json({name: read_stage(path)})}
+        return {"ok": True, "manifests": to_builtins({name: read_stage(path)}, str_keys=True)}
 
     def _on_kept(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        nodelocal.adopt_manifests(self._root, manifests_from_json(request.get("manifests", {})))
+        manifests = convert(request["manifests"], Manifests, str_keys=True)
+        nodelocal.adopt_manifests(self._root, manifests)
         self._tidy()
         checkpoints, passed_over = list_local(
             self._root, self._directory.glob, self._directory.run_id
         )
         rows = [[str(passed.path), passed.reason] for passed in passed_over]
-        return {"ok": True, "kept": [asdict(one) for one in checkpoints], "passed_over": rows}
+        return {"ok": True, "kept": to_builtins(checkpoints), "passed_over": rows}
 
     def _tidy(self) -> None:
         """Finish or clear what workers and earlier searches have left."""
@@ -159,10 +164,9 @@ class LocalCopies:
         self._directory.finish(self._root, self._directory.run_id)
 
     def _on_look(self, connection: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = find_whole(
-            self._root, checkpoint_from_json(request["checkpoint"]), self._progress(connection)
-        )
-        return {"ok": True, "looked": node_files_to_json(found)}
+        checkpoint = convert(request["checkpoint"], LocalCheckpoint)
+        found = find_whole(self._root, checkpoint, self._progress(connection))
+        return {"ok": True, "looked": to_builtins(found)}
 
     def _on_file(self, connection: PeerConnection, request: Mapping[str, Any]) -> None:
         path = inside(self._root, request["checkpoint"], connection.who)
@@ -183,12 +187,9 @@ class LocalCopies:
     def _on_gather(
         self, connection: PeerConnection, request: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        checkpoint = checkpoint_from_json(request["checkpoint"])
-        files = [
-            FileToFetch(FileEntry(str(path), int(size), str(checksum)), tuple(map(int, holders)))
-            for path, size, checksum, holders in request["files"]
-        ]
-        nodes = [Peer(str(n[0]), str(n[1]), int(n[2])) for n in request["nodes"]]
+        checkpoint = convert(request["checkpoint"], LocalCheckpoint)
+        files = convert(request["files"], list[WholeFile])
+        nodes = convert(request["nodes"], list[Peer])
         path = inside(self._root, checkpoint.path, connection.who)
         self._check_within(path)
         self._check_room(sum(one.entry.size for one in files))
@@ -218,7 +219,7 @@ class LocalCopies:
             )
 
     def _make(
-        self, path: Path, files: Sequence[FileToFetch], scratch: Path, sources: NodeSources
+        self, path: Path, files: Sequence[WholeFile], scratch: Path, sources: NodeSources
     ) -> None:
         """Fetch a checkpoint that is not here, and have it appear at once."""
         made = scratch / "checkpoint"
@@ -230,7 +231,7 @@ class LocalCopies:
         _put(made, path)
 
     def _complete(
-        self, path: Path, files: Sequence[FileToFetch], scratch: Path, sources: NodeSources
+        self, path: Path, files: Sequence[WholeFile], scratch: Path, sources: NodeSources
     ) -> None:
         """Put files that are lacking, or damaged, into a checkpoint that is here in part.
 
@@ -262,14 +263,6 @@ class LocalCopies:
         log.warning("%s is damaged, or not what the other nodes have: now %s", path, aside)
 
 
-@dataclass(frozen=True)
-class FileToFetch:
-    """A file to fetch, and which of the nodes have it."""
-
-    entry: FileEntry
-    holders: tuple[int, ...]
-
-
 class NodeSources:
     """The nodes that have the files of one checkpoint; owns the connections to them."""
 
@@ -298,7 +291,7 @@ class NodeSources:
         for connection in self._connections.values():
             connection.close()
 
-    def fetch(self, wanted: FileToFetch, target: Path) -> None:
+    def fetch(self, wanted: WholeFile, target: Path) -> None:
         """Write the file to ``target``, synced, from the first node that gives it whole.
 
         Raises CheckpointError that names each node that did not, and why; OSError for the disk.
@@ -348,65 +341,6 @@ class NodeSources:
             connection.close()
         if error.gone:
             self._gone[node] = str(error)
-
-
-# ── as they are sent ─────────────────────────────────────────────────────────────────────────────
-
-
-def checkpoint_from_json(fields: Mapping[str, Any]) -> LocalCheckpoint:
-    """Return a checkpoint as another agent has named it; ValueError for anything else."""
-    checkpoint = LocalCheckpoint(**fields)
-    texts = (checkpoint.path, checkpoint.format, checkpoint.digest)
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a checkpoint without names")
-    if not all(type(number) is int for number in (checkpoint.step, checkpoint.round)):
-        raise ValueError("a checkpoint without step and round")
-    return checkpoint
-
-
-def node_files_to_json(found: NodeFiles) -> dict[str, Any]:
-    """Return what ``find_whole`` returned, as it is sent."""
-
-    def rows(entries: Sequence[FileEntry] | None) -> list[list[Any]] | None:
-        return None if entries is None else [[e.path, e.size, e.checksum] for e in entries]
-
-    return {
-        "files": rows(found.files),
-        "wanted": rows(found.wanted),
-        "problem": found.problem,
-        "format": found.format,
-    }
-
-
-def node_files_from_json(fields: Mapping[str, Any]) -> NodeFiles:
-    """Return what node_files_to_json made; raises ValueError, TypeError or KeyError for others."""
-
-    def entries(rows: list[list[Any]]) -> tuple[FileEntry, ...]:
-        return tuple(FileEntry(str(path), int(size), str(sum_)) for path, size, sum_ in rows)
-
-    wanted = fields["wanted"]
-    return NodeFiles(
-        entries(fields["files"]),
-        None if wanted is None else entries(wanted),
-        str(fields["problem"]),
-        str(fields["format"]),
-    )
-
-
-def manifests_to_json(of_stages: StageManifests) -> dict[str, dict[str, str]]:
-    """Return manifests as they are sent, byte for byte."""
-    return {
-        name: {str(rank): content.decode("latin-1") for rank, content in manifests.items()}
-        for name, manifests in of_stages.items()
-    }
-
-
-def manifests_from_json(fields: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, bytes]]:
-    """Return what manifests_to_json made; raises ValueError or AttributeError for others."""
-    return {
-        name: {int(rank): content.encode("latin-1") for rank, content in manifests.items()}
-        for name, manifests in fields.items()
-    }
 
 
 def _is(path: Path, digest: str) -> bool:

@@ -19,18 +19,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from msgspec import convert, to_builtins
+
 from elaunch.agent.nodes.status import AT_REST
-from elaunch.agent.peers.directory import (
-    checkpoint_from_json,
-    manifests_from_json,
-    manifests_to_json,
-    node_files_from_json,
-)
+from elaunch.agent.peers.directory import Manifests
 from elaunch.agent.peers.messages import Undelivered
 from elaunch.agent.peers.peers import PATIENCE, Peer, Peers
 from elaunch.agent.policy import events
@@ -180,28 +176,20 @@ class _OneSearch:
     ) -> bool:
         """Have all targets get the files that they lack; return whether they all have."""
         numbers = {name: number for number, name in enumerate(names)}
-        nodes = [
-            [peer.host, peer.addr, peer.port] for peer in map(self._members.get, names) if peer
-        ]
-        work = {}
-        for name in self._targets:
-            lacking = union.lacking(numbers.get(name, -1))
-            if lacking:
-                work[name] = [
-                    [whole.entry.path, whole.entry.size, whole.entry.checksum, whole.holders]
-                    for whole in lacking
-                ]
-        request = {"do": "gather", "checkpoint": asdict(checkpoint), "nodes": nodes}
+        lacking = {name: union.lacking(numbers.get(name, -1)) for name in self._targets}
+        nodes = [self._members[name] for name in names]
+        request = {"do": "gather", "checkpoint": checkpoint, "nodes": nodes}
 
         def fetch(name: str) -> str:
             try:
-                self._ask(name, {**request, "files": work[name]}, GATHER_PATIENCE)
+                self._ask(name, {**request, "files": lacking[name]}, GATHER_PATIENCE)
             except Undelivered as error:
                 if error.gone:
                     raise
                 return str(error)
             return ""
 
+        work = [name for name, files in lacking.items() if files]
         problems = [problem for problem in self._of_all(work, fetch).values() if problem]
         if problems:
             self._failed += [
@@ -223,34 +211,31 @@ class _OneSearch:
         answers = self._of_all(
             self._members, lambda name: self._ask(name, {"do": "staged"}, PATIENCE)
         )
-        staged = {name: manifests_from_json(one["manifests"]) for name, one in answers.items()}
+        staged = {name: _manifests_in(one) for name, one in answers.items()}
         merged = merged_manifests(staged.values())
         for stage in merged:
             done = next((name for name, one in answers.items() if stage in one["committed"]), None)
             if done is not None:
                 request = {"do": "manifests", "name": stage}
                 known = self._of_all([done], partial(self._ask, request=request, patience=PATIENCE))
-                merged = merged_manifests(
-                    [merged, *(manifests_from_json(one["manifests"]) for one in known.values())]
-                )
+                merged = merged_manifests([merged, *(_manifests_in(one) for one in known.values())])
         return {name: {stage: merged[stage] for stage in own} for name, own in staged.items()}
 
     def _checkpoints(self, name: str, manifests: StageManifests) -> list[LocalCheckpoint]:
-        request = {"do": "kept", "manifests": manifests_to_json(manifests)}
-        answer = self._ask(name, request, PATIENCE)
+        answer = self._ask(name, {"do": "kept", "manifests": manifests}, PATIENCE)
         host = self._members[name].host
         for path, reason in answer["passed_over"]:
             self._passed_over.append(records.PassedOver(Path(f"{host}:{path}"), str(reason)))
-        return [checkpoint_from_json(fields) for fields in answer["kept"]]
+        return convert(answer["kept"], list[LocalCheckpoint])
 
     def _find_whole(self, checkpoint: LocalCheckpoint, name: str) -> NodeFiles:
         try:
-            answer = self._ask(name, {"do": "look", "checkpoint": asdict(checkpoint)}, PATIENCE)
+            answer = self._ask(name, {"do": "look", "checkpoint": checkpoint}, PATIENCE)
         except Undelivered as error:
             if error.gone:
                 raise
             return NodeFiles(problem=str(error))
-        return node_files_from_json(answer["looked"])
+        return convert(answer["looked"], NodeFiles)
 
     def _ask(self, name: str, request: Mapping[str, Any], patience: float) -> Mapping[str, Any]:
         """Ask an agent, as long as it makes progress; Undelivered, ``gone`` if it is not reached.
@@ -269,7 +254,7 @@ class _OneSearch:
                     raise Undelivered(str(error), True) from error
             time.sleep(AGAIN)
         with connection:
-            return connection.ask(request)
+            return connection.ask(to_builtins(request, str_keys=True))
 
     def _of_all(self, names: Iterable[str], ask: Callable[[str], Answer]) -> dict[str, Answer]:
         """Ask all at the same time; those that are gone are noted, other errors are raised."""
@@ -288,6 +273,10 @@ class _OneSearch:
                     f"{self._members[name]} answers nonsense: {error!r}"
                 ) from error
         return answers
+
+
+def _manifests_in(answer: Mapping[str, Any]) -> Manifests:
+    return convert(answer["manifests"], Manifests, str_keys=True)
 
 
 def _lacks(union: UnitedFiles) -> str:
