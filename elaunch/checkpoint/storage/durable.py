@@ -31,7 +31,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -162,15 +162,21 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_file(
-    directory: Path, relative: str, pieces: Sequence[Piece], pace: Pace | None = None
+    directory: Path,
+    relative: str,
+    pieces: Iterable[Piece],
+    pace: Pace | None = None,
+    *,
+    like: str = "",
 ) -> FileEntry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
-    The checksum is computed of what is just about to be written. What has a pace is written beside
-    a training, and past the page cache where the storage can do that.
+    The checksum is computed of what is just about to be written, by the algorithm of ``like``, a
+    checksum, if there is one. What has a pace is written beside a training, and past the page cache
+    where the storage can do that.
     """
     path = directory / relative
-    total = begin()
+    total = begin(like)
     temporary = path.with_name(temporary_name())
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -279,10 +285,12 @@ def regular(path: Path) -> os.stat_result:
     return status
 
 
-def plain_views(pieces: Sequence[Piece]) -> list[memoryview]:
-    """Return the pieces that are not empty as memory of single bytes."""
-    views = [memoryview(piece) for piece in pieces]
-    return [view.cast("B") for view in views if view.nbytes]
+def plain_views(pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    """Yield the pieces that are not empty as memory of single bytes."""
+    for piece in pieces:
+        view = memoryview(piece)
+        if view.nbytes:
+            yield view.cast("B")
 
 
 def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
@@ -294,7 +302,7 @@ def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
             pass
 
 
-def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
+def portions(views: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield pieces that are not larger than STEP bytes."""
     for view in views:
         for start in range(0, view.nbytes, STEP):
@@ -302,7 +310,7 @@ def portions(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def _writes(
-    write: Callable[[list[memoryview]], None], views: Sequence[memoryview], total: Checksum
+    write: Callable[[list[memoryview]], None], views: Iterable[memoryview], total: Checksum
 ) -> Iterator[int]:
     """Write pieces, so many in one call that there are not more than about STEP bytes.
 

@@ -32,7 +32,7 @@ from typing import Any, Final
 import torch
 
 from elaunch.checkpoint.storage.storage import Committed
-from elaunch.errors import CheckpointError, DamageError
+from elaunch.errors import CheckpointError
 from elaunch.text import listed
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
@@ -44,7 +44,7 @@ from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.state import flatten, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState
-from elaunch.training.checkpoint.together import agree, guarded
+from elaunch.training.checkpoint.together import Step, together
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
@@ -135,44 +135,36 @@ class _Loading:
         names = [stored.FILE] if self._call.rank == 0 else []
         # With as many ranks as have saved, most of what one reads lies in the shard of its number.
         as_saved = self._found.world_size == self._call.distributed.size
-        self._fetch(names, None, [image.data_file(self._call.rank)] if as_saved else [])
-
-        def work() -> bytes:
+        with self._together() as step:
+            more = [image.data_file(self._call.rank)] if as_saved else []
+            step.sent = self._recalled(names, more)
+        self._open(step)
+        with self._together() as step:
             plan.check_group(self._call.distributed, WHAT)
-            content = b"".join(bytes(self._source.whole(name)) for name in names)
-            self._source.finish()
-            return content
-
-        own, problem = guarded(work, WHAT)
-        content: bytes = self._refuse_damage(problem, own)[0]
+            whole = self._source.whole
+            step.sent = self._source.checked(lambda: b"".join(map(bytes, map(whole, names))), WHAT)
+        content: bytes = step.received[0]
         return content
 
     def compare(
         self, state: Mapping[str, Any], content: bytes, strict: bool
     ) -> tuple[FlatState, reading.Reads]:
         """Return the leaves to be loaded, and where they are; ``content`` is ``.metadata``."""
-
-        def work() -> tuple[Stored, FlatState]:
-            metadata = stored.read(content, self._found.place)
-            own = Stored(metadata, self._call.distributed.size)
-            return own, flatten.flatten(state, self._call.rank, own)
-
-        fit, taken = None, frozenset[str]()
-        found, problem = guarded(work, WHAT)
-        if found is not None:
-            own, flat = found
+        with self._together() as step:
+            own = Stored(stored.read(content, self._found.place), self._call.distributed.size)
+            flat = flatten.flatten(state, self._call.rank, own)
             taken = frozenset(flat.leaves) | own.claimed
-            fit = _fit(flat, own, taken, strict)
-        fits: list[_Fit] = self._agree(problem, fit)
-        self._check(fits, taken, own, strict)
+            step.sent = _fit(flat, own, taken, strict)
+        self._check(step.received, taken, own, strict)
         for key in [key for key in flat.leaves if key not in own.keys]:
             del flat.leaves[key]
         leaves = flat.leaves.values()
         values = [leaf.key for leaf in leaves if not leaf.is_tensor]
         wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
-        reads, problem = guarded(lambda: reading.plan(own.metadata, wanted, values), WHAT)
-        self._fetch([] if reads is None else reads.files, problem)
-        assert reads is not None
+        with self._together() as step:
+            reads = reading.plan(own.metadata, wanted, values)
+            step.sent = self._recalled(reads.files)
+        self._open(step)
         for leaf in leaves:
             if leaf.is_tensor and wanted[leaf.key] is not leaf.value:
                 leaf.holder[leaf.name] = wanted[leaf.key]
@@ -181,7 +173,7 @@ class _Loading:
     def read(self, flat: FlatState, reads: reading.Reads) -> None:
         """Fill tensors, and put values where they belong."""
 
-        def work() -> None:
+        def fill() -> None:
             reading.read_tensors(self._source, reads)
             also = unpickling.named_by(
                 [*flat.own_values, *(flat.leaves[k].value for k in reads.values)]
@@ -190,55 +182,31 @@ class _Loading:
                 leaf = flat.leaves[key]
                 leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key, also)
 
-        with torch.no_grad():
-            problem = guarded(work, WHAT)[1]
-        damage = guarded(self._source.finish, WHAT)[1]
-        if damage is problem:
-            damage = None
-        if problem is not None and isinstance(damage, DamageError):  # what has come of it is less
-            damage = type(damage)(f"{damage} ({problem})")
-        self._refuse_damage(problem if damage is None else damage)
+        with self._together(), torch.no_grad():
+            self._source.checked(fill, WHAT)
 
     def restore(self, flat: FlatState) -> None:
         """Give the objects what was loaded for them."""
-
-        def work() -> None:
+        with self._together():
             for call in flat.restores:
                 call()
 
-        self._agree(guarded(work, WHAT)[1])
+    def _recalled(self, names: Iterable[str], more: Iterable[str] = ()) -> bool:
+        """Take files from memory that are there; return whether some of ``names`` are not.
 
-    def _fetch(
-        self, names: Iterable[str], problem: Exception | None, more: Iterable[str] = ()
-    ) -> None:
-        """Have files in memory, or the directory open: on all ranks where one needs it.
-
-        ``problem`` is this rank's, from before; ``more`` are files that will be wanted, maybe.
+        ``more`` are files that will be wanted, maybe.
         """
         wanted = [name for name in names if self._source.lacks([name])]
-        if problem is None and self._recalls:
+        if self._recalls:
             asked = [*wanted, *more]
             self._source.hold(sources.recall(self._call, self._found, asked, self._timeout))
-        if any(self._agree(problem, self._source.lacks(wanted))) and self._source.path is None:
+        return self._source.lacks(wanted)
+
+    def _open(self, step: Step) -> None:
+        """Have the directory open on all ranks, if one of them lacks files of it."""
+        if any(step.received) and self._source.path is None:
             opened = restoring.opened(self._call, self._found, self._timeout, WHAT)
             self._source.path = self._stack.enter_context(opened)
-
-    def _refuse_damage(self, problem: BaseException | None, sent: Any = None) -> list[Any]:
-        """Return what each rank has ``sent``.
-
-        Raises, on all ranks, DamageError if one has found damage; else what a rank ran into.
-        """
-        damage = str(problem) if isinstance(problem, DamageError) else ""
-        everyone: list[tuple[str, bool, bool, Any]]
-        in_memory, fails = isinstance(problem, MemoryDamage), problem is not None
-        everyone = self._agree(None, (damage, in_memory, fails, sent))
-        found = sorted((in_memory, text) for text, in_memory, *_ in everyone if text)
-        if found:  # of files first: there is nothing else that they could be read from
-            in_memory, text = found[0]
-            raise (MemoryDamage if in_memory else DamageError)(text) from problem
-        if any(fails for _, _, fails, _ in everyone):
-            self._agree(problem)
-        return [sent for *_, sent in everyone]
 
     def _check(
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool
@@ -262,10 +230,9 @@ class _Loading:
                 "is missing there stays as it is here, and what is only there is left out"
             )
 
-    def _agree(self, problem: BaseException | None, payload: Any = None) -> list[Any]:
+    def _together(self) -> contextlib.AbstractContextManager[Step]:
         what = f"{WHAT} {self._found.name}"
-        distributed = self._call.distributed
-        return agree(distributed, what, problem, payload, self._timeout, CheckpointError)
+        return together(self._call.distributed, what, self._timeout, CheckpointError)
 
 
 def _bits(keys: Sequence[str], some: Collection[str]) -> int:

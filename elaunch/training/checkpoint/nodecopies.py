@@ -8,36 +8,35 @@ must be complete; then each gets what it lacks from one that has it, in pieces, 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import own
+from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.nodelocal import (
     LocalCheckpoint,
-    NodeFiles,
     UnitedFiles,
-    WholeFile,
     find_whole,
     list_local,
     unite,
 )
-from elaunch.checkpoint.storage.checksums import begin
+from elaunch.checkpoint.records import Committed
 from elaunch.checkpoint.storage.durable import (
     make_parents,
     sync_directory,
     sync_parents,
     temporary_name,
+    write_file,
 )
 from elaunch.checkpoint.storage.files import inside, regular_size
-from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.callcontext import CallContext
-from elaunch.training.checkpoint.together import agree, attempt
+from elaunch.training.checkpoint.together import Step, together
 
 PIECE: Final = 16 << 20
 """Bytes of a file that travel at once."""
@@ -50,8 +49,7 @@ def newest_together(call: CallContext, run_id: str | None, timeout: float | None
 
     ALL ranks call it together; each node has all of it then. ``run_id`` None: of any run.
     """
-    found, problem = _on_chiefs(call, lambda root: list_local(root, None, run_id)[0])
-    lists = agree(call.distributed, WHAT, problem, found, timeout, CheckpointError)
+    lists = _from_chiefs(call, lambda root: list_local(root, None, run_id)[0], timeout)
     checkpoints: set[LocalCheckpoint] = {
         one for each in lists if each for one in each if one.format == own.FORMAT
     }
@@ -66,11 +64,9 @@ def bring(call: CallContext, found: Committed, timeout: float | None) -> None:
 
     Raises CheckpointError, on all ranks, that names a file that no node has whole.
     """
-    lacks, problem = _on_chiefs(call, lambda root: _lacks(root / found.name))
-    if not any(agree(call.distributed, WHAT, problem, lacks, timeout, CheckpointError)):
+    if not any(_from_chiefs(call, lambda root: _lacks(root / found.name), timeout)):
         return
-    listed, problem = _on_chiefs(call, lambda root: list_local(root, None, None)[0])
-    lists = agree(call.distributed, WHAT, problem, listed, timeout, CheckpointError)
+    lists = _from_chiefs(call, lambda root: list_local(root, None, None)[0], timeout)
     listed_there = [one for each in lists if each for one in each if one.path == found.name]
     if not listed_there:
         raise CheckpointError(f"{found.name} is on no node any more")
@@ -83,61 +79,86 @@ def bring(call: CallContext, found: Committed, timeout: float | None) -> None:
 
 def _bring(call: CallContext, checkpoint: LocalCheckpoint, timeout: float | None) -> UnitedFiles:
     """Return what the nodes have of a checkpoint; if that is all of it, each has it then."""
-    here, problem = _on_chiefs(call, lambda root: find_whole(root, checkpoint, _ignore))
-    of_ranks: list[NodeFiles | None]
-    of_ranks = agree(call.distributed, WHAT, problem, here, timeout, CheckpointError)
+    of_ranks = _from_chiefs(call, lambda root: find_whole(root, checkpoint, _ignore), timeout)
     chiefs = [rank for rank, one in enumerate(of_ranks) if one is not None]
     union = unite([one for one in of_ranks if one is not None])
     if union.missing:
         return union
+    root, written = _root(call) / checkpoint.path, []
     node = chiefs.index(call.rank) if call.rank in chiefs else -1
-    written, problem = [], None
     for whole in union.files:
         if not any(map(whole.is_lacking, range(len(chiefs)))):
             continue
-        problem = (
-            _send(call, checkpoint, whole, (chiefs[whole.holders[0]], node), timeout) or problem
-        )
-        written += [whole.entry.path] if whole.is_lacking(node) else []
-    if written and node >= 0 and problem is None:
-        root = _root(call) / checkpoint.path
-        problem = attempt(lambda: _sync(root, written))[1]
-    agree(call.distributed, WHAT, problem, None, timeout, CheckpointError)
+        takes = node >= 0 and whole.is_lacking(node)
+        _send(call, (chiefs[whole.holders[0]], takes), root, whole.entry, timeout)
+        written += [whole.entry.path] if takes else []
+    with _step(call, timeout):
+        if written:
+            _sync(root, written)
     return union
 
 
 def _send(
     call: CallContext,
-    checkpoint: LocalCheckpoint,
-    whole: WholeFile,
-    ends: tuple[int, int],
+    ends: tuple[int, bool],
+    checkpoint: Path,
+    entry: FileEntry,
     timeout: float | None,
-) -> Exception | None:
-    """Bring a file to the nodes that lack it; return what went wrong on this rank.
+) -> None:
+    """Bring a file to the nodes that lack it. ALL ranks call it together.
 
-    ``ends``: the rank that has it; the number of this rank's node, -1 where another acts for that.
+    ``ends``: the rank that has it; whether this rank writes it.
     """
-    source, node = ends
-    directory = _root(call) / checkpoint.path
-    takes = node >= 0 and whole.is_lacking(node)
-    with ExitStack() as stack:
-        pieces: Iterator[bytes] = iter(())
-        writer, problem = None, None
-        if call.rank == source:
-            path = inside(directory, whole.entry.path, "a manifest")
-            file, problem = attempt(lambda: stack.enter_context(path.open("rb")))
-            pieces = _pieces(file) if file is not None else pieces
-        if takes:
-            writer, problem = attempt(lambda: stack.enter_context(_Writer(directory, whole)))
-        for _ in range(-(-whole.entry.size // PIECE)):
-            piece, failed = attempt(lambda: next(pieces, b""))
-            problem = problem or failed
-            data = call.distributed.allgather(piece, timeout)[source]
-            if writer is not None and problem is None:
-                problem = _written(writer, data)
-        if writer is not None and problem is None:
-            problem = attempt(writer.finish)[1]
-    return problem
+    source, takes = ends
+    path = inside(checkpoint, entry.path, "a manifest")
+    with _step(call, timeout):
+        pieces = _pieces(call, source, path, entry.size, timeout)
+        try:
+            if takes:
+                _put(checkpoint, entry, pieces)
+        finally:
+            for _ in pieces:  # every rank takes part until the last
+                pass
+
+
+def _pieces(
+    call: CallContext, source: int, path: Path, size: int, timeout: float | None
+) -> Iterator[bytes]:
+    """Yield the pieces of a file, which the rank ``source`` reads; an error of that comes last."""
+    own, problem = _read(path) if call.rank == source else iter(()), None
+    for _ in range(-(-size // PIECE)):
+        piece = b""
+        try:
+            piece = next(own, b"")
+        except OSError as error:
+            problem = error
+        yield call.distributed.allgather(piece, timeout)[source]
+    if problem is not None:
+        raise problem
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            yield piece
+
+
+def _put(checkpoint: Path, entry: FileEntry, pieces: Iterator[bytes]) -> None:
+    """Write a file that comes in pieces; it gets its name, or that of ``_aside``, when it is whole.
+
+    Raises CheckpointError if it is not what it should be.
+    """
+    checkpoint.mkdir(exist_ok=True)
+    make_parents(checkpoint, entry.path)
+    path = checkpoint / entry.path
+    temporary = path.with_name(temporary_name())
+    try:
+        made = write_file(temporary.parent, temporary.name, pieces, like=entry.checksum)
+        if made.checksum != entry.checksum:
+            raise CheckpointError(f"{entry.path} did not arrive as it was sent")
+        os.replace(temporary, checkpoint / _aside(path.name) if entry.path in _PAIR else path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _aside(name: str) -> str:
@@ -154,49 +175,6 @@ def _sync(root: Path, written: list[str]) -> None:
     sync_directory(root)
 
 
-def _written(writer: _Writer, data: bytes) -> Exception | None:
-    return attempt(lambda: writer.write(data))[1]
-
-
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(PIECE):
-        yield piece
-
-
-class _Writer:
-    """A file that comes in pieces: it has its name when it is whole, or the one of ``_aside``."""
-
-    def __init__(self, checkpoint: Path, whole: WholeFile) -> None:
-        path = inside(checkpoint, whole.entry.path, "a manifest")
-        self._path = checkpoint / _aside(path.name) if whole.entry.path in _PAIR else path
-        self._entry = whole.entry
-        self._total = begin(whole.entry.checksum)
-        checkpoint.mkdir(exist_ok=True)
-        make_parents(checkpoint, whole.entry.path)
-        self._temporary = self._path.with_name(temporary_name())
-        self._file = self._temporary.open("xb")
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def write(self, data: Any) -> None:
-        """Take the next piece."""
-        self._total.update(data)
-        self._file.write(data)
-
-    def finish(self) -> None:
-        """Put the file in its place; CheckpointError if it is not what it should be."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._total.text() != self._entry.checksum:
-            raise CheckpointError(f"{self._entry.path} did not arrive as it was sent")
-        os.replace(self._temporary, self._path)
-
-
 def _lacks(checkpoint: Path) -> bool:
     """Tell whether some file of a checkpoint is not here, by the manifests; none is read."""
     try:
@@ -206,8 +184,17 @@ def _lacks(checkpoint: Path) -> bool:
         return True
 
 
-def _on_chiefs(call: CallContext, work: Any) -> tuple[Any, Exception | None]:
-    return attempt(lambda: work(_root(call))) if call.is_node_chief else (None, None)
+def _from_chiefs(
+    call: CallContext, work: Callable[[Path], Any], timeout: float | None
+) -> list[Any]:
+    """Return what ``work`` returns on each node's first rank, by rank; None for the others."""
+    with _step(call, timeout) as step:
+        step.sent = work(_root(call)) if call.is_node_chief else None
+    return step.received
+
+
+def _step(call: CallContext, timeout: float | None) -> contextlib.AbstractContextManager[Step]:
+    return together(call.distributed, WHAT, timeout, CheckpointError)
 
 
 def _root(call: CallContext) -> Path:

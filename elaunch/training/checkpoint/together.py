@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elaunch import text
-from elaunch.errors import CheckpointError, CollectiveError, ElaunchError, SaveError
+from elaunch.errors import (
+    CheckpointError,
+    CollectiveError,
+    DamageError,
+    ElaunchError,
+    SaveError,
+)
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
@@ -33,12 +39,16 @@ NAMED: Final = 8
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One rank's outcome of a step, sent to all others at its end."""
+    """One rank's outcome of a step, sent to all others at its end.
+
+    ``damage`` is the class of its problem, where that is a DamageError.
+    """
 
     what: str
     problem: str
     full: bool
     lost: bool
+    damage: type[DamageError] | None
     host: str
     payload: Any
 
@@ -76,7 +86,7 @@ def together(
 
 
 def guarded(work: Callable[[], Result], what: str) -> tuple[Result, None] | tuple[None, Exception]:
-    """Return (what ``work`` returned, None), or (None, the error), to be given to agree().
+    """Return (what ``work`` returned, None), or (None, the error).
 
     torch and a script's own objects raise what they like: what is no error of elaunch's or of the
     system's gets ``what`` in front of it. CollectiveErrors are raised.
@@ -144,17 +154,19 @@ def agree(
         CheckpointError: ``error``, on all ranks, with the ranks that have a problem and what it is;
             its cause is this rank's own. A SaveError tells whether a disk is full (``no_room``),
             and whether the save that was in flight came to nothing (``lost``).
+        DamageError: on all ranks, if one has found damage: of its class, with its text.
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
     lost = isinstance(problem, SaveError) and problem.lost
-    own = StepOutcome(
-        what, problem_text(problem), _full(problem), lost, socket.gethostname(), payload
-    )
+    damage = type(problem) if isinstance(problem, DamageError) else None
+    host = socket.gethostname()
+    own = StepOutcome(what, problem_text(problem), _full(problem), lost, damage, host, payload)
     try:
         outcomes = distributed.allgather(own, timeout)
     except CollectiveError as lost:
         raise type(lost)(f"{what}: {lost}", lost.missing) from None
     _check_calls(outcomes)
+    _check_damage(outcomes, problem)
     if failed := [rank for rank, outcome in enumerate(outcomes) if outcome.problem]:
         text = f"{what}: {_problems(outcomes, failed)}"
         raised = error(text)
@@ -163,19 +175,6 @@ def agree(
             raised.lost = any(outcomes[rank].lost for rank in failed)
         raise raised from problem
     return [outcome.payload for outcome in outcomes]
-
-
-def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return (what ``work`` returned, None), or (None, what it raised), to be given to agree().
-
-    A CollectiveError is raised: the ranks are connected no more.
-    """
-    try:
-        return work(), None
-    except CollectiveError:
-        raise
-    except (ElaunchError, OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        return None, error
 
 
 def problem_text(problem: BaseException | None) -> str:
@@ -189,6 +188,14 @@ def problem_text(problem: BaseException | None) -> str:
 
 def _full(problem: BaseException | None) -> bool:
     return isinstance(problem, OSError) and problem.errno in FULL
+
+
+def _check_damage(outcomes: Sequence[StepOutcome], problem: BaseException | None) -> None:
+    """Raise the damage that a rank has found, on all ranks the same."""
+    found = [(one.damage, one.problem) for one in outcomes if one.damage is not None]
+    if found:  # of files first: there is nothing else that they could be read from
+        kind, text = min(found, key=lambda one: (one[0] is not DamageError, one[1]))
+        raise kind(text) from problem
 
 
 def _check_calls(outcomes: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from elaunch.checkpoint import layout, manifests
 from elaunch.checkpoint.storage.checksums import BLOCK, CRC32C, DIGITS, Extend, begin, crc32c
@@ -29,6 +29,9 @@ from elaunch.training.checkpoint import saver
 from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.dcp import metadata
 from elaunch.training.checkpoint.restore import is_foreign
+from elaunch.training.checkpoint.together import guarded
+
+Result = TypeVar("Result")
 
 Read = Callable[[str, int, int], memoryview | bytes]
 """Reads of a file, from an offset, so many bytes; fewer at its end."""
@@ -248,6 +251,22 @@ class Source:
         """Check what was read of blocks that were not read as a whole; raises as read_into."""
         if self._verifier is not None:
             self._verifier.finish()
+
+    def checked(self, read: Callable[[], Result], what: str) -> Result:
+        """Return ``read()``, and :meth:`finish`; raises DamageError before what has come of it.
+
+        ``what`` is for errors: see ``guarded``.
+        """
+        value, problem = guarded(read, what)
+        try:
+            self.finish()
+        except DamageError as damage:
+            if problem is None or damage is problem:
+                raise
+            raise type(damage)(f"{damage} ({problem})") from problem
+        if problem is not None:
+            raise problem
+        return cast(Result, value)
 
     def close(self) -> None:
         """Close the files, and let the memory go."""

@@ -45,6 +45,7 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaunch.checkpoint.storage.storage import Committed, Stage
-from elaunch.errors import CheckpointError, ContextError, DamageError
+from elaunch.errors import CheckpointError, ContextError
 from elaunch.text import listed
 from elaunch.training.checkpoint import restore
 from elaunch.training.checkpoint.callcontext import CallContext, Mode, SaveRequest
@@ -64,7 +65,7 @@ from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import plainstate
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
-from elaunch.training.checkpoint.together import agree, guarded, os_error_behind
+from elaunch.training.checkpoint.together import guarded, os_error_behind, together
 
 SHOWN: Final = 10
 _OWN_LOADING: Final = "_load_from_state_dict"
@@ -299,15 +300,11 @@ def save(call: CallContext, state: Mapping[str, Any], request: SaveRequest) -> C
     differ between them, and for what could not be loaded again.
     """
 
-    def work() -> tuple[plainstate.Plain, plainstate.StateSummary]:
+    with together(call.distributed, f"{request.what}, its state", request.timeout) as step:
         made = plainstate.make(state, writes=call.rank == 0)
-        return made, made.summary()
-
-    done, problem = guarded(work, request.what)
-    sent = None if done is None else (done[1].digest, done[0].own)
-    everyone = agree(call.distributed, f"{request.what}, its state", problem, sent, request.timeout)
-    assert done is not None
-    made, summary = done
+        summary = made.summary()
+        step.sent = (summary.digest, made.own)
+    everyone = step.received
     if len({one for one, _ in everyone}) > 1:
         plainstate.check_same(call.distributed, made, summary, request.what, request.timeout)
     request = replace(request, size=made.size)
@@ -350,30 +347,22 @@ def load(
     all ranks, that names missing and unexpected keys and their ranks; nothing has changed then,
     unless an object of the state did not take what it was given.
     """
-    what = f"load_ddp of {found.name}"
+    what, ranks = f"load_ddp of {found.name}", call.distributed
     mode, strict = how
-
-    def together(step: str, work: Callable[[], Any]) -> Any:
-        done, problem = guarded(work, "load_ddp")
-        agree(call.distributed, step, problem, None, timeout, CheckpointError)
-        return done
-
-    together(f"{what}, its state", lambda: _check_state(state))
+    with together(ranks, f"{what}, its state", timeout, CheckpointError):
+        plainstate.refuse_no_dict(state)
+        plainstate.refuse_raw(state)
     content = _read(call, found, mode, timeout, what)
-    rank, ranks = call.rank, call.distributed.size
-    put = together(what, lambda: fitting(state, content, strict, rank=rank, ranks=ranks))
-    together(f"{what}, filling", put)
+    with together(ranks, what, timeout, CheckpointError):
+        put = fitting(state, content, strict, rank=call.rank, ranks=ranks.size)
+    with together(ranks, f"{what}, filling", timeout, CheckpointError):
+        put()
 
 
 def check_mode(mode: str) -> None:
     """Raise ContextError for a mode that there is not."""
     if mode not in MODES:
         raise ContextError(f"mode={mode!r}: one of {', '.join(MODES)}")
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    plainstate.refuse_no_dict(state)
-    plainstate.refuse_raw(state)
 
 
 def _write(content: Mapping[Any, Any], path: Path) -> None:
@@ -387,24 +376,28 @@ def _write(content: Mapping[Any, Any], path: Path) -> None:
 
 def _read(call: CallContext, found: Committed, mode: Mode, timeout: float | None, what: str) -> Any:
     """Return the file's content on every rank, read by those whom ``mode`` lets."""
+    loaded: Any = None
     with restore.opened(call, found, timeout, what) as place:
         path = place if place.is_file() else place / FILE
-        loaded: Any = None
-        problem: Exception | None = None
-        for turn in range(call.distributed.size if mode == "sequential" else 1):
-            reads = mode == "all" or turn == call.rank
-            if reads:
-                loaded, problem = guarded(
-                    lambda: _load(path, _manifests(found, path)), "torch.load"
-                )
-            if mode == "sequential":
-                call.distributed.barrier(timeout)
-        damage = str(problem) if isinstance(problem, DamageError) else ""
-        damages = agree(call.distributed, what, None, damage, timeout, CheckpointError)
-        if bad := next(filter(None, damages), ""):
-            raise DamageError(bad) from problem
-        agree(call.distributed, what, problem, None, timeout, CheckpointError)
+        with together(call.distributed, what, timeout, CheckpointError), _turn(call, mode, timeout):
+            if mode != "broadcast" or call.rank == 0:
+                loaded = _load(path, _manifests(found, path))
     return call.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
+
+
+@contextmanager
+def _turn(call: CallContext, mode: Mode, timeout: float | None) -> Iterator[None]:
+    """Where ``mode`` has one rank read after the other: wait for those before, then those after."""
+    before, after = call.rank, call.distributed.size - call.rank
+    if mode != "sequential":
+        before = after = 0
+    for _ in range(before):
+        call.distributed.barrier(timeout)
+    try:
+        yield
+    finally:
+        for _ in range(after):
+            call.distributed.barrier(timeout)
 
 
 def _manifests(found: Committed, path: Path) -> Path | None:
@@ -416,16 +409,9 @@ def _manifests(found: Committed, path: Path) -> Path | None:
 
 def _load(path: Path, manifests: Path | None) -> Any:
     """Return the file's content; raises DamageError where it is not what its manifest says."""
-    source = Source(path.parent, manifests)
-    source.path = path.parent
-    try:
-        loaded, problem = guarded(lambda: _unpickle(source, path), "torch.load")
-        source.finish()
-    finally:
-        source.close()
-    if problem is not None:
-        raise problem
-    return loaded
+    with closing(Source(path.parent, manifests)) as source:
+        source.path = path.parent
+        return source.checked(lambda: _unpickle(source, path), "torch.load")
 
 
 def _unpickle(source: Source, path: Path) -> Any:

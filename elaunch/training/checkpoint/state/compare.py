@@ -39,7 +39,7 @@ from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, FlatState, Values, flatten
-from elaunch.training.checkpoint.together import agree, guarded
+from elaunch.training.checkpoint.together import guarded, together
 from elaunch.training.distributed import DistributedContext
 
 WHAT: Final = "check_same"
@@ -52,9 +52,10 @@ def check_same(
 
     ALL ranks call it together. The error names the ranks that differ from most, and the first key.
     """
-    digests, problem = guarded(lambda: dict(_digests(flatten(state, distributed.rank))), WHAT)
-    total = None if digests is None else digest(repr(sorted(digests.items())).encode())
-    if len(set(agree(distributed, WHAT, problem, total, timeout, CheckpointError))) == 1:
+    with together(distributed, WHAT, timeout, CheckpointError) as step:
+        digests = dict(_digests(flatten(state, distributed.rank)))
+        step.sent = digest(repr(sorted(digests.items())).encode())
+    if len(set(step.received)) == 1:
         return
     everyone = distributed.allgather(digests, timeout)
     for key in dict.fromkeys(key for held in everyone for key in held):
