@@ -28,11 +28,13 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import dump, schema_checked
+from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.storage.durable import read_patiently, sync_directory, write_document
 from elaunch.checkpoint.storage.files import read_json, shown
 from elaunch.errors import CheckpointError, SaveError
@@ -183,22 +185,35 @@ def claim_directory(root: Path, run_id: str, given: bool) -> None:
         root.mkdir(parents=True, exist_ok=True)
         sync_directory(root.parent)
     path = root / layout.RUN
-    try:
-        found = schema_checked(read_json(path), layout.RUN)
-    except FileNotFoundError:
-        found = None
-    except CheckpointError as error:
-        raise SaveError(unreadable(root, error)) from None
-    document = decide(root, found, run_id, given)
+    document = claim(root, lambda: read_json(path), run_id, given)
     if document is not None:
-        write_document(path, dump(document))
+        write_document(path, document)
         sync_directory(root)
 
 
-def decide(
-    place: Path | str, found: dict[str, Any] | None, run_id: str, given: bool
+def claim(
+    place: Location, read: Callable[[], dict[str, Any]], run_id: str, given: bool
+) -> bytes | None:
+    """Return the ``run.json`` to write, None if the one that ``read`` returns may stay.
+
+    SaveError if it is another run's, or cannot be read.
+    """
+    try:
+        found = schema_checked(read(), layout.RUN)
+    except FileNotFoundError:
+        found = None
+    except CheckpointError as error:
+        raise SaveError(
+            f"{place}/{layout.RUN} does not say whose directory it is: {error}. If no other job"
+            " uses it, remove that file"
+        ) from None
+    document = _decide(place, found, run_id, given)
+    return None if document is None else dump(document)
+
+
+def _decide(
+    place: Location, found: dict[str, Any] | None, run_id: str, given: bool
 ) -> dict[str, Any] | None:
-    """Return the ``run.json`` to write, None if it may stay; SaveError if it is another run's."""
     document = {"schema": layout.SCHEMA, "run_id": run_id, "given": given, "created": time.time()}
     if found is None:
         return document
@@ -213,11 +228,3 @@ def decide(
             " ended"
         )
     return None if theirs else {**document, "created": found.get("created", document["created"])}
-
-
-def unreadable(place: Path | str, error: CheckpointError) -> str:
-    """Return the message about a ``run.json`` that cannot be read."""
-    return (
-        f"{place}/{layout.RUN} does not say whose directory it is: {error}. If no other job uses"
-        " it, remove that file"
-    )

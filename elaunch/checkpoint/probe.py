@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -39,15 +38,10 @@ BLOCK: Final = 65_536
 AMPLE: Final = 1.2
 
 
-@dataclass(frozen=True)
-class Probed:
-    """A directory can be used; ``remark`` is a warning in one line, or ""."""
-
-    remark: str = ""
-
-
-def check(place: Path, local: bool, frees: bool) -> Probed:
+def check(place: Path, local: bool, frees: bool) -> str:
     """Make the directory if it is not there, and write in it; may block as the storage does.
+
+    Returns a warning in one line, or "".
 
     Args:
         place: the checkpoint directory, absolute.
@@ -66,14 +60,14 @@ def check(place: Path, local: bool, frees: bool) -> Probed:
         raise UsageError(_unfit(place, error)) from None
     free = room.f_bavail * room.f_frsize
     if free >= needed * AMPLE:
-        return Probed()
+        return ""
     tight = (
         f"--checkpoint-dir {place}: {text.size(free)} are free on {_host()}, and the newest "
         f"checkpoint, {name}, takes {text.size(needed)}"
     )
     if free < needed and not frees:
         raise UsageError(f"{tight}; make room, or have old ones removed by --checkpoint-keep-last")
-    return Probed(tight)
+    return tight
 
 
 def leave_mark(place: Path, nonce: str) -> None:

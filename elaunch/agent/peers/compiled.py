@@ -30,11 +30,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from elaunch.agent.peers.directory import pieces
-from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.workers.tempdir import LOCKS, is_own, is_written
 from elaunch.checkpoint.storage.files import open_regular
@@ -134,7 +134,7 @@ class CompilerCache:
                 raise CheckpointError(f"{path.name} is being written, or another user's")
             line.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
             signature = self._signature(request["root"], request["file"])
-            line.send_bytes(_signed(pieces(file.fileno()), signature))
+            line.send_bytes(_signed(iter(partial(file.read, CHUNK), b""), signature))
             line.send({"ok": True, "signature": signature.hexdigest()})
 
     def _signature(self, root: str, path: str) -> hmac.HMAC:
@@ -254,7 +254,7 @@ def _lstat(path: Path) -> os.stat_result | None:
     return found if stat.S_ISREG(found.st_mode) else None
 
 
-def _signed(data: Iterable[memoryview], signature: hmac.HMAC) -> Iterator[memoryview]:
+def _signed(data: Iterable[bytes], signature: hmac.HMAC) -> Iterator[bytes]:
     for piece in data:
         signature.update(piece)
         yield piece

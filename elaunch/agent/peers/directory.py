@@ -20,15 +20,15 @@ Where one agent dies, or sends what is not the file, the next that has it is ask
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -175,7 +175,7 @@ class LocalCopies:
         self._check_within(path)
         with open_regular(path) as file:
             connection.send({"ok": True, "size": os.fstat(file.fileno()).st_size})
-            connection.send_bytes(pieces(file.fileno()))
+            connection.send_bytes(iter(partial(file.read, CHUNK), b""))
 
     def _check_within(self, path: Path) -> None:
         """Raise CheckpointError where a link leads out of the checkpoint directory."""
@@ -349,14 +349,6 @@ def _is(path: Path, digest: str) -> bool:
         return read_json(path / layout.COMMIT).get("digest") == digest
     except (OSError, CheckpointError):
         return False
-
-
-def pieces(fd: int) -> Iterator[memoryview]:
-    """Yield the bytes of an open file."""
-    buffer = bytearray(CHUNK)
-    with contextlib.closing(os.fdopen(os.dup(fd), "rb", buffering=0)) as file:
-        while size := file.readinto(buffer):
-            yield memoryview(buffer)[:size]
 
 
 def _put(fetched: Path, target: Path) -> None:

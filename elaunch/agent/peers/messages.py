@@ -205,20 +205,8 @@ class PeerConnection:
 
         Raises Undelivered: fewer or more come, they are not what was sent, or the sender is gone.
         """
-        at = 0
-
-        def room(size: int) -> memoryview:
-            nonlocal at
-            if at + size > memory.nbytes:
-                raise Undelivered(f"{self.who} sends more than {memory.nbytes:,} bytes")
-            view = memory[at : at + size]
-            at += size
-            return view
-
-        for view in self._frames(room):
+        for view in self._received(memory.nbytes, lambda at, size: memory[at : at + size]):
             progress(view.nbytes)
-        if at != memory.nbytes:
-            raise Undelivered(f"{self.who} sends {at:,} of {memory.nbytes:,} bytes")
 
     def receive_to(
         self, write: Callable[[memoryview], object], size: int, progress: Callable[[int], object]
@@ -228,19 +216,24 @@ class PeerConnection:
         Needs CHUNK bytes of memory. Raises Undelivered as :meth:`receive_into`, and OSError.
         """
         buffer = memoryview(bytearray(min(CHUNK, max(1, size))))
-        written = 0
-
-        def room(length: int) -> memoryview:
-            if written + length > size:
-                raise Undelivered(f"{self.who} sends more than {size:,} bytes")
-            return buffer[:length]
-
-        for view in self._frames(room):
+        for view in self._received(size, lambda _, length: buffer[:length]):
             write(view)
-            written += view.nbytes
             progress(view.nbytes)
-        if written != size:
-            raise Undelivered(f"{self.who} sends {written:,} of {size:,} bytes")
+
+    def _received(self, whole: int, room: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
+        """Yield the ``whole`` bytes that come, in memory that ``room`` gives by offset and size."""
+        at = 0
+
+        def next_room(size: int) -> memoryview:
+            if at + size > whole:
+                raise Undelivered(f"{self.who} sends more than {whole:,} bytes")
+            return room(at, size)
+
+        for view in self._frames(next_room):
+            at += view.nbytes
+            yield view
+        if at != whole:
+            raise Undelivered(f"{self.who} sends {at:,} of {whole:,} bytes")
 
     def _frames(self, room: Callable[[int], memoryview]) -> Iterator[memoryview]:
         total = hashlib.sha256()

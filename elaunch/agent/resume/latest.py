@@ -245,8 +245,8 @@ class DirectoryProbe:
         from elaunch.checkpoint import probe
 
         settings = self._settings
-        found = probe.check(root, settings.checkpoint_local, bool(settings.checkpoint_keep))
+        remark = probe.check(root, settings.checkpoint_local, bool(settings.checkpoint_keep))
         if self.nonce:
             self._marked = True
             probe.leave_mark(root, self.nonce)
-        return found.remark
+        return remark

@@ -50,7 +50,7 @@ from elaunch.checkpoint.storage.durable import (
     sync_parents,
     write_file,
 )
-from elaunch.checkpoint.storage.files import open_regular
+from elaunch.checkpoint.storage.files import JSON_LIMIT, read_limited
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.wire.worker import StagedShard
@@ -166,7 +166,7 @@ class Replicas:
             if target is None:
                 self._complete_stage(shard, segment.view, until, pace)
             else:
-                content = _read(target / layout.manifest_name(shard.header.rank))
+                content = read_limited(target / layout.manifest_name(shard.header.rank), JSON_LIMIT)
                 self._put(target, content, shard, segment.view, pace=pace)
         except (CheckpointError, OSError) as error:
             if target is not None and not target.is_dir():
@@ -232,8 +232,3 @@ class Replicas:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _read(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()

@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from elaunch.checkpoint import layout, ownership, shelves
+from elaunch.checkpoint import layout, shelves
 from elaunch.checkpoint.assemble import (
     Documents,
     assemble,
@@ -45,9 +45,8 @@ from elaunch.checkpoint.manifests import (
     check_path,
     dump,
     encode_checked,
-    schema_checked,
 )
-from elaunch.checkpoint.ownership import NoLock
+from elaunch.checkpoint.ownership import NoLock, claim
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.durable import list_files, sync_files
@@ -75,16 +74,13 @@ class ObjectStorage:
 
     def prepare(self, run_id: str, given: bool) -> None:
         """Put ``run.json``; SaveError if another run has the place."""
-        try:
-            content = self._objects.read(layout.RUN)
-            found = schema_checked(parse_json(content, layout.RUN), layout.RUN)
-        except FileNotFoundError:
-            found = None
-        except CheckpointError as error:
-            raise SaveError(ownership.unreadable(self.place, error)) from None
-        document = ownership.decide(self.place, found, run_id, given)
+
+        def read() -> dict[str, Any]:
+            return parse_json(self._objects.read(layout.RUN), layout.RUN)
+
+        document = claim(self.place, read, run_id, given)
         if document is not None:
-            self._objects.put(layout.RUN, dump(document))
+            self._objects.put(layout.RUN, document)
 
     def lock(self, job: str = "") -> NoLock:
         """Return something to close: there is no lock on such storage."""

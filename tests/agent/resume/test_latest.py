@@ -19,7 +19,6 @@ from elaunch.agent.resume import latest
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import DirectoryProbe
 from elaunch.checkpoint import probe, records
-from elaunch.checkpoint.probe import Probed
 from elaunch.checkpoint.records import Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.config import Settings, resolve
@@ -247,7 +246,7 @@ def test_nothing_to_look_at(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 def test_a_remark_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory can be used all the same."""
-    monkeypatch.setattr(probe, "check", lambda *_: Probed("little room"))
+    monkeypatch.setattr(probe, "check", lambda *_: "little room")
     assert Begun(tmp_path, DIRECTORY).answer() == events.DirectoryProbed(remark="little room")
 
 
@@ -255,7 +254,7 @@ def test_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """It is not waited for for ever, and the error names host and directory."""
     hangs = threading.Event()
     monkeypatch.setattr(latest, "ANSWER_S", 0.05)
-    monkeypatch.setattr(probe, "check", lambda *_: Probed(str(hangs.wait(LONG))))
+    monkeypatch.setattr(probe, "check", lambda *_: str(hangs.wait(LONG)))
     answer = Begun(tmp_path, DIRECTORY).answer()
     assert answer == events.DirectoryProbed(
         f"--checkpoint-dir {tmp_path}/ck: the file system has not answered on "
