@@ -67,6 +67,11 @@ class AgentSaver:
         """Work as the saver of one node among several; called before the first round."""
         self._setup = replace(self._setup, read_plan=read_plan, peers=peers)
 
+    @property
+    def _running(self) -> SaverService | None:
+        with self._lock:
+            return self._service
+
     # ── the loop calls ───────────────────────────────────────────────────────────────────────────
 
     def begin(self, round_: Round) -> None:
@@ -140,14 +145,12 @@ class AgentSaver:
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that this agent still writes into; any thread may ask."""
-        with self._lock:
-            service = self._service
+        service = self._running
         return () if service is None else service.queue.unfinished()
 
     def record(self) -> SavesRecord | None:
         """Return what ``elaunch status`` shows of saves; None before the first."""
-        with self._lock:
-            service = self._service
+        service = self._running
         return None if service is None else service.queue.record()
 
     # ── peers call (elaunch.agent.peers.peers.Receiver) ──────────────────────────────────────────
@@ -167,16 +170,14 @@ class AgentSaver:
 
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose shards of a checkpoint are in this agent's memory."""
-        with self._lock:
-            service = self._service
+        service = self._running
         return [] if service is None else service.shards.held(wanted)
 
     def serve_shard(
         self, step: int, round_number: int, rank: int
     ) -> tuple[StagedShard, memoryview] | None:
         """Return a shard that is in this agent's memory; None if it is not."""
-        with self._lock:
-            service = self._service
+        service = self._running
         return None if service is None else service.shards.serve(step, round_number, rank)
 
     def replica_room(self, shard: StagedShard) -> memoryview:
@@ -188,15 +189,13 @@ class AgentSaver:
         self._served().replica_came(shard)
 
     def _resumed(self, request: Message) -> Mapping[str, Any]:
-        with self._lock:
-            service = self._service
+        service = self._running
         uuid = str(request.get("uuid"))
         shards = [] if service is None else service.shards.staged(uuid)
         return {"shards": [shard_to_json(shard) for shard in shards]}
 
     def _served(self) -> SaverService:
-        with self._lock:
-            service = self._service
+        service = self._running
         if service is None:
             raise SaveError("no worker of this node has saved anything")
         return service

@@ -48,26 +48,25 @@ def save_together(
     request: SaveRequest,
     write: Write,
     *,
-    extra: Mapping[str, Any] | None = None,
     stage: Stage | None = None,
 ) -> Committed:
     """Begin, write, commit; where a disk is full, make room and do it once more.
 
     ALL ranks call it together. ``write(stage)`` writes this rank's shard and manifest and
-    returns the manifest, None if it has none; it may be called twice. ``extra`` goes into
-    metadata.json. ``stage``: what the ranks have agreed on already.
+    returns the manifest, None if it has none; it may be called twice. ``stage``: what the ranks
+    have agreed on already.
 
     Raises:
         SaveError: nothing was committed; on all ranks, with the ranks and their reasons.
         CollectiveTimeout, PeerLost: a rank did not come; names it.
     """
     try:
-        return _save_once(call, request, write, extra, stage)
+        return _save_once(call, request, write, stage)
     except SaveError as full:
         if not full.no_room or not _make_room(call, request):
             raise
         log.warning("%s; older checkpoints were removed, trying again", full)
-    return _save_once(call, request, write, extra)
+    return _save_once(call, request, write)
 
 
 def begin(call: CallContext, request: SaveRequest) -> Stage:
@@ -301,11 +300,7 @@ def flush(call: CallContext) -> None:
 
 
 def _save_once(
-    call: CallContext,
-    request: SaveRequest,
-    write: Write,
-    extra: Mapping[str, Any] | None,
-    stage: Stage | None = None,
+    call: CallContext, request: SaveRequest, write: Write, stage: Stage | None = None
 ) -> Committed:
     durations: dict[str, float] = {}
     times = {"started": time.time(), "durations": durations}
@@ -321,7 +316,7 @@ def _save_once(
         durations["write"] = round(time.monotonic() - begun, 6)
         return manifest
 
-    return finish(call, request, agreed, write_timed, {**times, **dict(extra or {})})
+    return finish(call, request, agreed, write_timed, times)
 
 
 def _make_room(call: CallContext, request: SaveRequest) -> bool:

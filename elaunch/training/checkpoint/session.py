@@ -24,6 +24,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.retention import Retiring
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
 from elaunch.errors import CheckpointError, ContextError, SaveError
+from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint import latest, where
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, awaiting, newer
 from elaunch.training.checkpoint.together import together
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from elaunch.runs.record import SavesRecord
     from elaunch.training.agentlink import AgentLink
-    from elaunch.training.checkpoint.saver import AgentSaverClient
     from elaunch.training.distributed import DistributedContext
     from elaunch.training.launch import Info
     from elaunch.training.train import TrainContext
@@ -193,10 +193,11 @@ class CheckpointSession:
         place, chosen = where.location_of(self.info, self.run_id, os.environ)
         if self.distributed.rank == 0:
             where.print_default(place, chosen)
-        if not chosen:
-            where.make_default(place)
-        elif isinstance(place, Path):
-            place.mkdir(parents=True, exist_ok=True)
+        if isinstance(place, Path):
+            if chosen:
+                place.mkdir(parents=True, exist_ok=True)
+            else:
+                make_private(place)
         try:
             self._owner = self._locked()
         except SaveError as error:
@@ -224,7 +225,7 @@ class CheckpointSession:
             saver, lacks = connected(self.link, self.distributed.placement, place, owner.round)
         if saver is not None:
             count = saver.committed
-            self._stack.callback(self._close_saver, saver)
+            self._stack.callback(lambda: saver.close(self._patient))
         return CallContext(
             distributed=self.distributed,
             storage=self.storage,
@@ -241,9 +242,6 @@ class CheckpointSession:
             agent=self.by_agent,
             known=self.known,
         )
-
-    def _close_saver(self, saver: AgentSaverClient) -> None:
-        saver.close(self._patient)
 
     def _chosen_by_agent(self) -> Committed | None:
         """Return what the round resumes from; the agents chose it before it began."""

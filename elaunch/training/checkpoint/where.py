@@ -41,7 +41,6 @@ from elaunch.checkpoint.search.locations import default_location, parse_location
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
-from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint.callcontext import KnownCheckpoints
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import DistributedContext
@@ -246,12 +245,6 @@ def print_default(place: Location, given: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def make_default(place: Location) -> None:
-    """Make the default directory and its parents, for this user only."""
-    if isinstance(place, Path):
-        make_private(place)
 
 
 def _owner(place: Location) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats.dcp import METADATA
+from elaunch.checkpoint.storage.durable import sync_directory
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.checkpoint.storage.storage import (
     Committed,
@@ -80,9 +81,8 @@ def to_torch_file(
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
     try:
         _convert(directory, draft, metadata or {}, trusted)
-        _sync(draft)
         os.replace(draft, file)
-        _sync(file.parent)
+        sync_directory(file.parent)
     except CheckpointException as error:  # a BaseException, with one failure for each rank
         raise CheckpointError(f"torch cannot read {directory}: {_first(error.failures)}") from None
     except OSError as error:
@@ -100,11 +100,16 @@ def to_torch_file(
 def _convert(directory: Path, draft: Path, metadata: Mapping[str, Any], trusted: bool) -> None:
     import torch
 
+    from elaunch.training.checkpoint.dcp.metadata import plant
+
     state = _read(directory, trusted)
-    _refill(state, metadata.get(EMPTY_DICTS) or [])
+    for path in metadata.get(EMPTY_DICTS) or []:
+        plant(state, tuple(path), {})
     _renumber(state, metadata.get(NUMBER_KEYS) or [])
     with draft.open("wb") as opened:
         torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _read(directory: Path, trusted: bool) -> dict[str, Any]:
@@ -240,25 +245,6 @@ def _is_nothing(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_nothing, value.values()))
 
 
-def _refill(state: Any, paths: list[list[str | int]]) -> None:
-    """Put dicts without a key, and what held nothing else, back to where they were."""
-    for path in paths:
-        holder = state
-        for at, key in enumerate(path, 1):
-            in_list = at < len(path) and isinstance(path[at], int)
-            holder = _at(holder, key, [] if in_list else {})
-
-
-def _at(holder: Any, key: str | int, new: Any) -> Any:
-    """Return what is at a key or a place in a list; ``new``, which is put there, if nothing is."""
-    if not isinstance(key, int):
-        return holder.setdefault(key, new)
-    holder.extend([None] * (key + 1 - len(holder)))
-    if holder[key] is None:
-        holder[key] = new
-    return holder[key]
-
-
 def _renumber(state: Any, paths: list[list[str]]) -> None:
     """Make numbers of the keys of these dicts again."""
     for path in paths:
@@ -321,11 +307,3 @@ def _first(failures: object) -> str:
         value = next(iter(failures.values()))
         return repr(value[0] if isinstance(value, tuple) else value)
     return "it does not say why"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -121,31 +121,24 @@ def make(
     timeout: float | None,
 ) -> WritePlan:
     """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
-    what, answer = "planning a save", None
+    what = "planning a save"
+    world: tuple[Portion, ...] = ()
+    metadata: Metadata | None = None
     with together(distributed, what, timeout):
         proposal = _propose(flat, planner)
     proposals = distributed.gather(proposal, timeout)
     with together(distributed, what, timeout) as step:
         if proposals is not None:
-            answer = _decide(proposals)
-            step.sent = (answer.chosen, answer.compared)
+            chosen, compared, world, metadata = _decide(proposals)
+            step.sent = (chosen, compared)
     chosen, compared = step.received[0]
     items = _chosen(proposal.local, chosen[distributed.rank])
     pieces = tuple(item for item in items if item.type != WriteItemType.BYTE_IO)
-    plan = WritePlan(number, pieces, _portion(items), compared)
-    if answer is None:
-        return plan
-    return dataclasses.replace(plan, world=answer.world, metadata=answer.metadata)
+    return WritePlan(number, pieces, _portion(items), compared, world, metadata)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """Rank 0's plan: for each rank the positions of its items, and their hints."""
-
-    chosen: list[list[tuple[int, int | None]]]
-    compared: ComparedKeys
-    world: tuple[Portion, ...]
-    metadata: Metadata
+Chosen = list[list[tuple[int, int | None]]]
+"""For each rank the positions of its items, and their hints."""
 
 
 def _propose(flat: FlatState, planner: DefaultSavePlanner) -> _Proposal:
@@ -158,7 +151,10 @@ def _propose(flat: FlatState, planner: DefaultSavePlanner) -> _Proposal:
     )
 
 
-def _decide(proposals: Sequence[_Proposal]) -> _Answer:
+def _decide(
+    proposals: Sequence[_Proposal],
+) -> tuple[Chosen, ComparedKeys, tuple[Portion, ...], Metadata]:
+    """Return rank 0's plan: what each rank writes, and the fields of ``WritePlan``."""
     plans = [proposal.local for proposal in proposals]
     _check_kinds(plans)
     left: list[SavePlan] = []
@@ -174,7 +170,7 @@ def _decide(proposals: Sequence[_Proposal]) -> _Answer:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planned, metadata = planner.create_global_plan(left)
     paths = {key: path for proposal in proposals for key, path in proposal.paths.items()}
-    return _Answer(
+    return (
         [_positions(local, plan) for local, plan in zip(plans, planned, strict=True)],
         ComparedKeys.of([proposal.compared for proposal in proposals]),
         tuple(_portion(plan.items) for plan in planned),

@@ -21,7 +21,7 @@ import io
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -170,7 +170,7 @@ def make(state: Any, writes: bool) -> Plain:
     Raises CheckpointError for what cannot be saved, or not loaded again; whatever the script's
     objects raise.
     """
-    refuse_no_dict(state)
+    kinds.refuse_no_dict(state)
     refuse_raw(state)
     walk = _PlainWalk(writes)
     walk.made.content = {key: walk.visit(value, (key,)) for key, value in state.items()}
@@ -179,12 +179,6 @@ def make(state: Any, writes: bool) -> Plain:
         check(value, key_of(path))
     walk.made.size = _size_of(walk.made.content) if writes else 0
     return walk.made
-
-
-def refuse_no_dict(state: object) -> None:
-    """Raise CheckpointError unless a state is a dict."""
-    if not isinstance(state, Mapping):
-        raise kinds.no_dict(state)
 
 
 def refuse_raw(value: Any, name: str = "") -> None:
@@ -264,10 +258,10 @@ class _PlainWalk:
         if isinstance(value, nn.Module):
             _refuse_sharded(value, path)
             self._note(path, "a module")
-            return self._module(value, path)
+            return self._written(lambda: modules.state_of(value), path)
         if isinstance(value, torch.optim.Optimizer):
             self._note(path, "an optimizer")
-            return self._optimizer(value, path)
+            return self._written(value.state_dict, path)
         if kinds.is_stateful(value):
             state = value.state_dict()
             self._compare(state, path)
@@ -279,17 +273,13 @@ class _PlainWalk:
         self._compare(value, path)
         return dict(value) if isinstance(value, Mapping) else value
 
-    def _module(self, module: nn.Module, path: KeyPath) -> dict[str, Any] | None:
+    def _written(
+        self, state_of: Callable[[], dict[str, Any]], path: KeyPath
+    ) -> dict[str, Any] | None:
+        """Return a module's or an optimizer's state, None on ranks that do not write it."""
         if not self._writes:
             return None
-        state = modules.state_of(module)
-        _refuse_odd(state, path)
-        return state
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer, path: KeyPath) -> dict[str, Any] | None:
-        if not self._writes:
-            return None
-        state: dict[str, Any] = optimizer.state_dict()
+        state = state_of()
         _refuse_odd(state, path)
         return state
 

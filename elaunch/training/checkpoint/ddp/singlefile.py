@@ -350,7 +350,7 @@ def load(
     what, ranks = f"load_ddp of {found.name}", call.distributed
     mode, strict = how
     with together(ranks, f"{what}, its state", timeout, CheckpointError):
-        plainstate.refuse_no_dict(state)
+        kinds.refuse_no_dict(state)
         plainstate.refuse_raw(state)
     content = _read(call, found, mode, timeout, what)
     with together(ranks, what, timeout, CheckpointError):

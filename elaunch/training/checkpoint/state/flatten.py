@@ -186,8 +186,7 @@ def flatten(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
     Raises:
         CheckpointError: names what cannot be saved, and says what to do.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise kinds.no_dict(state)
+    kinds.refuse_no_dict(state, names=True)
     walk = _Walk(rank, stored)
     walk.find_modules(state, ())
     walk.members(state, ())

@@ -19,12 +19,13 @@ _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), dict, list,
 """Classes that most values are of, and that have no ``state_dict``."""
 
 
-def no_dict(state: object) -> CheckpointError:
-    """Return the error about a state that is no dict with names as keys."""
-    return CheckpointError(
-        'the state is a dict with names as keys, as in {"model": model, "step": step}; '
-        f"this is {type(state).__name__}"
-    )
+def refuse_no_dict(state: object, names: bool = False) -> None:
+    """Raise CheckpointError unless a state is a dict; with ``names`` of keys that are strings."""
+    if not isinstance(state, Mapping) or (names and not all(isinstance(key, str) for key in state)):
+        raise CheckpointError(
+            'the state is a dict with names as keys, as in {"model": model, "step": step}; '
+            f"this is {type(state).__name__}"
+        )
 
 
 def refuse_tuple(value: object, name: str) -> None:
