@@ -61,7 +61,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         ),
         "a file system of several machines tells nobody of a change": (
             "agent.resume.directory:DirectoryFinisher.lock",
-            "training.checkpoint.paths:_sees",
             "checkpoint.formats.filetree:verify",
             "checkpoint.storage.commit:_outcome",
             "checkpoint.storage.durable:read_patiently",

@@ -92,14 +92,19 @@ def remove_mark(place: Path, nonce: str) -> None:
 
 def unseen(place: Path, nonces: Collection[str], patience: float = SEEN_S) -> frozenset[str]:
     """Return which of these files are not there, after ``patience`` seconds of looking."""
-    missing = frozenset(nonces)
+    return unseen_in(place / layout.PROBE, nonces, patience)
+
+
+def unseen_in(directory: Path, names: Collection[str], patience: float) -> frozenset[str]:
+    """Return which of these files are not seen in a directory, after ``patience`` seconds."""
+    missing = frozenset(names)
     until, never = time.monotonic() + patience, threading.Event()
     while missing:
-        missing -= _names(place / layout.PROBE)
+        missing -= _names(directory)
         if not missing or time.monotonic() >= until:
             break
         never.wait(LOOK_AGAIN_S)
-        stir(place / layout.PROBE)
+        stir(directory)
     return missing
 
 

@@ -118,18 +118,28 @@ def _in_memory(
     return Decided(describe(info.resume_from, lead.stage.final, document))
 
 
-def newest(storage: Storage, run_id: str | None) -> Committed | None:
-    """Return the newest checkpoint of a run, by documents and sizes; ``run_id`` None: of any."""
+def newest(
+    storage: Storage, run_id: str | None, fault: Callable[[Storage, Committed], str] | None = None
+) -> Committed | None:
+    """Return the newest checkpoint of a run that has no ``fault``; ``run_id`` None: of any run.
+
+    ``fault`` returns why one cannot be read from, or ""; without it documents and sizes count.
+    """
     for found in storage.newest_first():
-        if run_id is not None and found.run_id != run_id:
-            continue
-        try:
-            storage.verify(found, content=False)
-        except (CheckpointError, OSError) as error:
-            log.warning("an older checkpoint is looked for: %s: %s", found.name, error)
-        else:
-            return found
+        if run_id is None or found.run_id == run_id:
+            reason = (fault or _incomplete)(storage, found)
+            if not reason:
+                return found
+            log.warning("an older checkpoint is looked for: %s", reason)
     return None
+
+
+def _incomplete(storage: Storage, found: Committed) -> str:
+    try:
+        storage.verify(found, content=False)
+    except (CheckpointError, OSError) as error:
+        return f"{found.name}: {error}"
+    return ""
 
 
 def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool) -> Decided:

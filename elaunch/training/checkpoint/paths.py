@@ -26,13 +26,13 @@ import contextlib
 import logging
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from elaunch.checkpoint.layout import TEMPORARY
+from elaunch.checkpoint.probe import unseen_in
 from elaunch.checkpoint.storage.durable import list_files
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
@@ -196,12 +196,7 @@ def _left(mark: Path) -> bool:
 
 
 def _sees(mark: Path) -> bool:
-    """Look for an entry that another rank has made, twice: a network's cache may be old."""
-    for pause in (0.0, SEEN_S / 4, SEEN_S):
-        time.sleep(pause)
-        if mark.parent.is_dir() and mark.name in os.listdir(mark.parent):
-            return True
-    return False
+    return not unseen_in(mark.parent, {mark.name}, SEEN_S)
 
 
 def _remove(source: Path) -> None:

@@ -33,6 +33,7 @@ from elaunch.errors import (
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.handle import LONGER_S
+from elaunch.training.checkpoint.latest import newest
 from elaunch.training.checkpoint.together import together
 
 if TYPE_CHECKING:
@@ -376,7 +377,9 @@ def _newest(call: CallContext, name: str) -> Committed | None:
     """Return the checkpoint called ``name``; without one the newest that is whole."""
     if name:
         return call.storage.find(name)
-    return where.newest(call.storage, call.reads, call.known)
+    return newest(
+        call.storage, call.reads, lambda storage, found: where.check(storage, found, call.known)
+    )
 
 
 @contextlib.contextmanager

@@ -169,26 +169,11 @@ def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
         log.info("%s was complete, but its writer had died: committed now", found.name)
 
 
-def newest(storage: Storage, run_id: str | None, known: KnownCheckpoints) -> Committed | None:
-    """Return the newest checkpoint of a run that is whole; put damaged ones into quarantine.
-
-    One rank calls it, for all. One that cannot be read just now is passed over, and stays; so does
-    another job's. ``run_id`` None: of any run.
-    """
-    for found in storage.newest_first():
-        if run_id is not None and found.run_id != run_id:
-            continue
-        reason = check(storage, found, known)
-        if not reason:
-            return found
-        log.warning("an older checkpoint is looked for: %s", reason)
-    return None
-
-
 def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
     """Return why a checkpoint cannot be read from, "" if it can; put a damaged one aside.
 
-    Of what was whole before only documents and sizes are looked at.
+    Of what was whole before only documents and sizes are looked at. One that cannot be read just
+    now stays, and so does another job's.
     """
     try:
         with retention.reading(found.place):
