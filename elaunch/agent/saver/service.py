@@ -8,7 +8,7 @@ CheckpointMemory   the memfds, within --checkpoint-memory
 Shards             what lies in them, and what other nodes have
 SaveQueue          the saves in flight, and the threads that write and commit
 Replicas           other nodes' shards on the way to this node's own disk (--checkpoint-local)
-CommitRules  the fence, messages to other nodes, retention
+CommitRules        the fence, messages to other nodes, retention
 =================  ===============================================================================
 """
 

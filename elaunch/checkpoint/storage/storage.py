@@ -1,17 +1,17 @@
 """A storage: the directory, or URL, into which a run puts its checkpoints.
 
-================  ================================================================================
-step of a save    who does what
-================  ================================================================================
-``prepare``       one process, once per job: the directory and ``run.json``
-``lock``          the process that decides here holds it while the job lives
-``open_stage``    every writer: the directory for its files
-``write_shard``    every rank, or its agent for it: its files, fsync, its manifest
-``write_manifest``    the same for files that a script has written itself
-``commit``        one process, when all manifests are there: checks, fence, COMMIT, rename
-``finish_stages`` the process that chooses the next round's checkpoint: commits stages that are
-                  complete though the process that was to commit has died, clears the others
-================  ================================================================================
+==================  ==============================================================================
+step of a save      who does what
+==================  ==============================================================================
+``prepare``         one process, once per job: the directory and ``run.json``
+``lock``            the process that decides here holds it while the job lives
+``open_stage``      every writer: the directory for its files
+``write_shard``     every rank, or its agent for it: its files, fsync, its manifest
+``write_manifest``  the same for files that a script has written itself
+``commit``          one process, when all manifests are there: checks, fence, COMMIT, rename
+``finish_stages``   the process that chooses the next round's checkpoint: commits stages that are
+                    complete though the process that was to commit has died, clears the others
+==================  ==============================================================================
 
 A checkpoint that readers see has all its files, and they are on the disk. Nothing is ever written
 to a name that readers use, and a committed checkpoint is never replaced.

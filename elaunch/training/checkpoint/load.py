@@ -72,7 +72,7 @@ def load(
     """Load a checkpoint into ``state``; ALL ranks call it together.
 
     Args:
-        parts: what the context works with.
+        call: the call's context.
         wanted: which checkpoint.
         state: see elaunch.training.checkpoint.state.flatten. Modules, optimizers and tensors are
             loaded into; other values are replaced in their dict or list.

@@ -151,10 +151,10 @@ def save(
     """Save ``state``; ALL ranks call it together.
 
     Args:
-        parts: what the context works with.
-        sharded: what it remembers.
+        call: the call's context.
+        cache: what is remembered from save to save.
         state: see elaunch.training.checkpoint.state.flatten.
-        saving: step, metadata, what may go after the commit.
+        request: step, metadata, what may go after the commit.
         block: return when it is committed; else when all ranks' shards are in their agents' memory.
         when_busy: if a save is in flight with ``block=False``: "wait" for it, or "skip" this one.
 

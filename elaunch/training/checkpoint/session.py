@@ -4,7 +4,7 @@
 property, call  needs
 ==============  ==================================================================================
 ``place``       nothing: variables and the run id give it
-``storage``       nothing, and touches nothing
+``storage``     nothing, and touches nothing
 ``latest``      an agent's choice, or what ``elaunch.init()`` has found
 ``alone``       rank 0: it makes the directory, and locks it where no agent has
 ``together``    ALL ranks: rank 0 sends run id and round; all see the same directory

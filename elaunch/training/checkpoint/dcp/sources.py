@@ -33,22 +33,16 @@ from elaunch.training.checkpoint.together import guarded
 
 Result = TypeVar("Result")
 
-Read = Callable[[str, int, int], memoryview | bytes]
-"""Reads of a file, from an offset, so many bytes; fewer at its end."""
 _START: Final = len(CRC32C) + 1
 
 log = logging.getLogger("elaunch")
 
 
 class Manifests:
-    """The checksums of the files of the checkpoint at ``path``, as its manifests have them.
+    """The checksums of the files of the checkpoint at ``path``, as its manifests have them."""
 
-    ``writer_of`` returns the rank in whose manifest a file probably is.
-    """
-
-    def __init__(self, path: Path, writer_of: Callable[[str], int | None]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._writer_of = writer_of
         self._unread: list[str] | None = None
         self._found: dict[str, str] = {}
 
@@ -67,7 +61,7 @@ class Manifests:
                 log.debug("%s is not there yet: what is read is not compared", self._path)
                 names = []
             self._unread = [one for one in names if layout.parse_manifest_name(one) is not None]
-        likely = layout.manifest_name(self._writer_of(name) or 0)
+        likely = layout.manifest_name(writer_of(name) or 0)
         for manifest in sorted(self._unread, key=lambda one: one != likely):
             self._unread.remove(manifest)
             try:
@@ -81,68 +75,11 @@ class Manifests:
         return self._found.setdefault(name, "")
 
 
-class Verifier:
-    """Checks what is read of some files.
-
-    ``read`` gets what a block lacks; ``damaged`` makes the error about a file whose content is not
-    what its manifest says.
-    """
-
-    def __init__(
-        self, manifests: Manifests, read: Read, damaged: Callable[[str], DamageError]
-    ) -> None:
-        self._manifests = manifests
-        self.read = read
-        self._damaged = damaged
-        self._found: DamageError | None = None
-        self._files: dict[str, _CheckedFile | None] = {}
-
-    def saw(self, name: str, at: int, view: memoryview) -> None:
-        """Check what was read from offset ``at`` of a file, as far as whole blocks were.
-
-        Raises what ``damaged`` makes, and as :meth:`Manifests.checksum`.
-        """
-        if name not in self._files:
-            self._files[name] = self._begin(name)
-        file = self._files[name]
-        if file is not None:
-            file.saw(at, view)
-
-    def finish(self) -> None:
-        """Check the blocks that were read in part; raises what :meth:`saw` has raised once more."""
-        if self._found is not None:  # the reader may have made something else of it
-            raise self._found
-        for file in self._files.values():
-            if file is not None:
-                file.finish()
-
-    def damaged(self, name: str) -> DamageError:
-        """Return the error about a file, and note it."""
-        self._found = self._damaged(name)
-        return self._found
-
-    def _begin(self, name: str) -> _CheckedFile | None:
-        """Return a file whose blocks are checked; None if it was as a whole, or cannot be."""
-        expected = self._manifests.checksum(name)
-        if not expected:
-            return None
-        if expected.startswith(f"{CRC32C}:"):
-            extend = crc32c()
-            return None if extend is None else _CheckedFile(self, name, expected, extend)
-        total, at = begin(expected), 0
-        while piece := self.read(name, at, BLOCK):
-            total.update(piece)
-            at += len(piece)
-        if total.text() != expected:
-            raise self.damaged(name)
-        return None
-
-
 class _CheckedFile:
     """How far one block of a file is checked, the one that was read from last."""
 
-    def __init__(self, verifier: Verifier, name: str, expected: str, extend: Extend) -> None:
-        self._verifier = verifier
+    def __init__(self, source: Source, name: str, expected: str, extend: Extend) -> None:
+        self._source = source
         self._name = name
         self._expected = expected
         self._extend = extend
@@ -150,14 +87,14 @@ class _CheckedFile:
         self._end = self._crc = 0
 
     def saw(self, at: int, view: memoryview) -> None:
-        """See :meth:`Verifier.saw`; pieces may come in any order."""
+        """Check what was read from offset ``at``; pieces may come in any order."""
         while view.nbytes:
             block = at // BLOCK
             if block != self._block or at < self._end:
                 self.finish()
                 self._block, self._end, self._crc = block, block * BLOCK, 0
             if self._end < at:
-                self._add(self._verifier.read(self._name, self._end, at - self._end))
+                self._add(self._source.some(self._name, self._end, at - self._end))
             piece = view[: (block + 1) * BLOCK - at]
             self._add(piece)
             at, view = at + piece.nbytes, view[piece.nbytes :]
@@ -168,7 +105,7 @@ class _CheckedFile:
         """Read what the block still lacks, and compare it."""
         if self._block >= 0:
             left = (self._block + 1) * BLOCK - self._end
-            self._add(self._verifier.read(self._name, self._end, left))
+            self._add(self._source.some(self._name, self._end, left))
             self._compare()
 
     def _add(self, data: memoryview | bytes) -> None:
@@ -178,7 +115,7 @@ class _CheckedFile:
     def _compare(self) -> None:
         start, self._block = _START + self._block * DIGITS, -1
         if self._expected[start : start + DIGITS] != f"{self._crc:08x}":
-            raise self._verifier.damaged(self._name)
+            raise self._source.damaged(self._name)
 
 
 _DATA: Final = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
@@ -200,10 +137,9 @@ class Source:
         self.path: Path | None = None
         self._held: dict[str, memoryview] = {}
         self._open: dict[str, int] = {}
-        self._verifier: Verifier | None = None
-        if manifests is not None:
-            found = Manifests(manifests, writer_of)
-            self._verifier = Verifier(found, self._some, self._damaged)
+        self._manifests = None if manifests is None else Manifests(manifests)
+        self._checked: dict[str, _CheckedFile | None] = {}
+        self._found: DamageError | None = None
 
     def hold(self, files: Mapping[str, memoryview]) -> None:
         """Take these files from memory, whose mappings are this source's from here on."""
@@ -248,9 +184,11 @@ class Source:
         return os.fstat(self._descriptor(name)).st_size if held is None else held.nbytes
 
     def finish(self) -> None:
-        """Check what was read of blocks that were not read as a whole; raises as read_into."""
-        if self._verifier is not None:
-            self._verifier.finish()
+        """Check the blocks that were read in part; raises as read_into, and what that raised."""
+        if self._found is not None:  # the reader may have made something else of it
+            raise self._found
+        for file in filter(None, self._checked.values()):
+            file.finish()
 
     def checked(self, read: Callable[[], Result], what: str) -> Result:
         """Return ``read()``, and :meth:`finish`; raises DamageError before what has come of it.
@@ -286,7 +224,7 @@ class Source:
         target[: found.nbytes] = found
         return found.nbytes
 
-    def _some(self, name: str, at: int, size: int) -> memoryview | bytes:
+    def some(self, name: str, at: int, size: int) -> memoryview | bytes:
         """Return up to ``size`` bytes, unchecked; fewer at the file's end."""
         held = self._held.get(name)
         if held is not None:
@@ -297,13 +235,36 @@ class Source:
             at, size = at + len(piece), size - len(piece)
         return b"".join(pieces)
 
-    def _check(self, name: str, at: int, piece: memoryview) -> None:
-        if self._verifier is not None:
-            self._verifier.saw(name, at, piece)
-
-    def _damaged(self, name: str) -> DamageError:
+    def damaged(self, name: str) -> DamageError:
+        """Return the error about a file that is not what its manifest says, and note it."""
         kind = MemoryDamage if name in self._held else DamageError
-        return kind(f"bad checksum: {name}")
+        self._found = kind(f"bad checksum: {name}")
+        return self._found
+
+    def _check(self, name: str, at: int, piece: memoryview) -> None:
+        """Check what was read from offset ``at`` of a file, as far as whole blocks were."""
+        if self._manifests is None:
+            return
+        if name not in self._checked:
+            self._checked[name] = self._begin(name, self._manifests.checksum(name))
+        file = self._checked[name]
+        if file is not None:
+            file.saw(at, piece)
+
+    def _begin(self, name: str, expected: str) -> _CheckedFile | None:
+        """Return a file whose blocks are checked; None if it was as a whole, or cannot be."""
+        if not expected:
+            return None
+        if expected.startswith(f"{CRC32C}:"):
+            extend = crc32c()
+            return None if extend is None else _CheckedFile(self, name, expected, extend)
+        total, at = begin(expected), 0
+        while piece := self.some(name, at, BLOCK):
+            total.update(piece)
+            at += len(piece)
+        if total.text() != expected:
+            raise self.damaged(name)
+        return None
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
