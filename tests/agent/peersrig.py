@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
+from elaunch.agent.peers.directory import LocalCopies
 from elaunch.agent.peers.peers import Peers
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan
@@ -49,7 +49,7 @@ def local_nodes(
         for root in roots:
             root.mkdir()
         copies = [
-            LocalCopies(one, LocalDirectory(root, glob, "digits", finish))
+            LocalCopies(one, root, glob, run_id="digits", finish=finish)
             for one, root in zip(made, roots, strict=True)
         ]
         yield made, copies, roots

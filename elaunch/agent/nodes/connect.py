@@ -18,7 +18,7 @@ from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
 from elaunch.agent.peers.compiled import CompilerCache
-from elaunch.agent.peers.directory import LocalCopies, LocalDirectory
+from elaunch.agent.peers.directory import LocalCopies
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -116,11 +116,15 @@ def _search(
         return for_all_nodes(settings, context.post, finisher), bool
     assert rendezvous is not None  # a job of several nodes
     timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
-    own = LocalDirectory(
-        settings.checkpoint_dir, settings.checkpoint_glob, settings.run_id, finisher.finish
-    )
     search = LocalSearch(peers, timeout, context.post, require=require)
-    return search, LocalCopies(peers, own).rests
+    copies = LocalCopies(
+        peers,
+        settings.checkpoint_dir,
+        settings.checkpoint_glob,
+        run_id=settings.run_id,
+        finish=finisher.finish,
+    )
+    return search, copies.rests
 
 
 def _prepared(

@@ -27,7 +27,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -62,11 +61,11 @@ Manifests = dict[str, dict[int, bytes]]
 log = logging.getLogger("elaunch")
 
 
-@dataclass(frozen=True)
-class LocalDirectory:
-    """Where this node's checkpoints are, and whose.
+class LocalCopies:
+    """Serves this node's checkpoint directory to the agents of the job.
 
-    Attributes:
+    Args:
+        peers: reaches the others; is given the handlers.
         root: the directory, which need not be there yet.
         glob: --checkpoint-glob, or None.
         run_id: of the job; other runs' checkpoints are not listed.
@@ -74,24 +73,20 @@ class LocalDirectory:
             elaunch.agent.resume.directory.DirectoryFinisher.finish.
     """
 
-    root: Path
-    glob: str | None
-    run_id: str
-    finish: Callable[[Path | str, str | None], None]
-
-
-class LocalCopies:
-    """Serves this node's checkpoint directory to the agents of the job.
-
-    Args:
-        peers: reaches the others; is given the handlers.
-        directory: which checkpoints.
-    """
-
-    def __init__(self, peers: Peers, directory: LocalDirectory) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        root: Path,
+        glob: str | None,
+        *,
+        run_id: str,
+        finish: Callable[[Path | str, str | None], None],
+    ) -> None:
         self._peers = peers
-        self._directory = directory
-        self._root = directory.root
+        self._root = root
+        self._glob = glob
+        self._run_id = run_id
+        self._finish = finish
         self._serial = threading.Lock()
         self._done = 0
         self._rests = True
@@ -151,9 +146,7 @@ class LocalCopies:
         manifests = convert(request["manifests"], Manifests, str_keys=True)
         nodelocal.adopt_manifests(self._root, manifests)
         self._tidy()
-        checkpoints, passed_over = list_local(
-            self._root, self._directory.glob, self._directory.run_id
-        )
+        checkpoints, passed_over = list_local(self._root, self._glob, self._run_id)
         rows = [[str(passed.path), passed.reason] for passed in passed_over]
         return {"ok": True, "kept": to_builtins(checkpoints), "passed_over": rows}
 
@@ -161,7 +154,7 @@ class LocalCopies:
         """Finish or clear what workers and earlier searches have left."""
         for left in (self._root / layout.STAGE).glob(f"{GATHERED}*"):
             shutil.rmtree(left, ignore_errors=True)
-        self._directory.finish(self._root, self._directory.run_id)
+        self._finish(self._root, self._run_id)
 
     def _on_look(self, connection: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         checkpoint = convert(request["checkpoint"], LocalCheckpoint)

@@ -34,7 +34,7 @@ from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
 from elaunch.wire.stream import PEER, Caller, Endpoint, StreamListener, session_key
-from elaunch.wire.worker import Files, StagedShard, shard_from_json, shard_to_json
+from elaunch.wire.worker import StagedShard, shard_from_json, shard_to_json
 
 PATIENCE: Final = 30.0
 """Seconds without a byte or progress after which another agent counts as hung."""
@@ -259,11 +259,10 @@ class Peers:
         wanted: tuple[int, int, int],
         into: Callable[[int], memoryview],
         timeout: float,
-    ) -> tuple[str, Files] | None:
+    ) -> StagedShard | None:
         """Copy a shard (step, round, rank) out of that node's memory; None if it is not there.
 
-        ``into`` makes room for so many bytes. Returns the stage's uuid and where the files lie in
-        that room.
+        ``into`` makes room for so many bytes, in which the shard's files lie then.
         """
         step, round_number, rank = wanted
         until = time.monotonic() + timeout
@@ -277,7 +276,7 @@ class Peers:
             connection.receive_into(into(shard.end)[: shard.end], _in_time(connection, until))
             if not connection.answer().get("whole"):
                 return None
-        return shard.stage.uuid, shard.images
+        return shard
 
     def push_replica(
         self, node_rank: int, shard: StagedShard, memory: memoryview, timeout: float

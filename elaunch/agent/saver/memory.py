@@ -31,10 +31,8 @@ SPARE: Final = 16
 log = logging.getLogger("elaunch")
 
 
-def check_limit(limit: int | None) -> None:
+def check_limit(limit: int) -> None:
     """Raise UsageError for a ``--checkpoint-memory`` that this node does not have."""
-    if limit is None:
-        return
     try:
         there = available()
     except OSError as error:

@@ -47,15 +47,19 @@ log = logging.getLogger("elaunch")
 
 @dataclass(frozen=True)
 class _Kept:
-    stage: Stage
-    rank: int
-    files: Files
+    """A shard in a segment; one that was ``fetched`` is for loading here, and for nothing else."""
+
+    shard: StagedShard
     segment: Segment
-    shard: StagedShard | None = None
+    fetched: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.shard.header.rank
 
     def is_of(self, wanted: Wanted) -> bool:
-        named = (self.stage.step, self.stage.round) == wanted[:2]
-        return named and wanted[2] in ("", self.stage.uuid)
+        stage = self.shard.stage
+        return (stage.step, stage.round) == wanted[:2] and wanted[2] in ("", stage.uuid)
 
 
 _Answers = dict[tuple[int, Wanted], list[int]]
@@ -95,14 +99,14 @@ class Shards:
     def begin(self, round_: Round) -> None:
         """Note where the nodes of the new round are; what is kept stays until a save is copied."""
         with self._lock:
-            saved = {kept.stage.round for kept in self._kept.values() if kept.shard}
+            saved = {one.shard.stage.round for one in self._kept.values() if not one.fetched}
             self._rounds = {n: known for n, known in self._rounds.items() if n in saved}
             self._rounds[round_.round] = self._round = round_
             self._answers = {}
 
     def keep(self, name: str, shard: StagedShard, segment: Segment) -> None:
         """Note that ``segment``, called ``name``, holds this shard."""
-        kept = _Kept(shard.stage, shard.header.rank, shard.images, segment, shard)
+        kept = _Kept(shard, segment)
         with self._lock:
             self._kept[name] = kept
 
@@ -125,7 +129,7 @@ class Shards:
         with self._lock:
             number = -1 if self._round is None else self._round.round
             copies = {n: k for n, k in self._kept.items() if n.startswith(REPLICA)}
-            stays = {name for name, kept in copies.items() if kept.stage.round == number}
+            stays = {name for name, kept in copies.items() if kept.shard.stage.round == number}
             going = [name for name in self._kept if name not in stays and name not in names]
             for name in going:
                 del self._kept[name]
@@ -146,8 +150,8 @@ class Shards:
         ``uuid``: only those of that save.
         """
         with self._lock:
-            kept = [one for one in self._kept.values() if uuid in ("", one.stage.uuid)]
-        return [one.shard for one in kept if one.shard is not None]
+            staged = [one.shard for one in self._kept.values() if not one.fetched]
+        return [shard for shard in staged if uuid in ("", shard.stage.uuid)]
 
     def has_all(self, stage: Stage) -> bool:
         """Whether every shard of a save is here."""
@@ -158,7 +162,7 @@ class Shards:
         """Return the shards that this agent keeps for others."""
         with self._lock:
             found = [k for n, k in self._kept.items() if n.startswith(REPLICA)]
-        return [(kept.shard, kept.segment) for kept in found if kept.shard is not None]
+        return [(kept.shard, kept.segment) for kept in found]
 
     def serve(
         self, step: int, round_number: int, rank: int
@@ -166,14 +170,16 @@ class Shards:
         """Return a shard that another node asks for; None if it is not here."""
         with self._lock:
             kept = self._local((step, round_number, ""), rank)
-        if kept is None or kept.shard is None:
+        if kept is None or kept.fetched:
             return None
         return kept.shard, kept.segment.view
 
     def held(self, wanted: Wanted) -> list[int]:
         """Return the ranks whose shards another node can have from here."""
         with self._lock:
-            return sorted({k.rank for k in self._kept.values() if k.shard and k.is_of(wanted)})
+            return sorted(
+                {k.rank for k in self._kept.values() if not k.fetched and k.is_of(wanted)}
+            )
 
     def find(
         self, wanted: Wanted, ranks: Collection[int], timeout: float
@@ -189,7 +195,7 @@ class Shards:
             }
         fetches = [partial(self._fetch, one) for one in asking.values()]
         found.update(zip(asking, at_once(fetches, FETCHED_AT_ONCE, "fetch"), strict=True))
-        return {rank: (kept.files, kept.segment) for rank, kept in found.items() if kept}
+        return {rank: (kept.shard.images, kept.segment) for rank, kept in found.items() if kept}
 
     def _local(self, wanted: Wanted, rank: int) -> _Kept | None:
         of_rank = (kept for kept in self._kept.values() if kept.rank == rank)
@@ -223,7 +229,7 @@ class Shards:
         if self._peers is None or now is None or now.plan is None:
             return []
         nodes = now.plan.nodes
-        has_some = any(kept.shard and kept.is_of(wanted) for kept in self._kept.values())
+        has_some = any(not one.fetched and one.is_of(wanted) for one in self._kept.values())
         then = self._rounds.get(number) if has_some else None
         if then is not None and then.plan is not None:
             before, old = then.plan.nodes, then.node_of(rank)
@@ -269,10 +275,10 @@ class Shards:
             log.warning("rank %d's shard is read from the disk: %s", rank, error)
             came = None
         segment = self._memory.find(name)
-        if came is None or segment is None or uuid not in ("", came[0]):
+        if came is None or segment is None or uuid not in ("", came.stage.uuid):
             self._memory.free(name)
             return None
-        kept = _Kept(Stage(step, round_number, came[0]), rank, came[1], segment)
+        kept = _Kept(came, segment, fetched=True)
         with self._lock:
             self._kept[name] = kept
         return kept

@@ -89,7 +89,6 @@ def test_without_a_flag_half_of_what_is_available(monkeypatch: pytest.MonkeyPatc
 def test_a_flag_that_is_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at start, with both numbers; without the flag, or without knowing, nothing is."""
     monkeypatch.setattr(keepermemory, "available", lambda: 4 * MIB)
-    keepermemory.check_limit(None)
     keepermemory.check_limit(4 * MIB)
     with pytest.raises(UsageError, match=r"--checkpoint-memory 8\.00 MiB: .* 4\.00 MiB available"):
         keepermemory.check_limit(8 * MIB)

@@ -35,7 +35,7 @@ from elaunch.training.checkpoint.handle import SaveInFlight
 from elaunch.training.checkpoint.saver import AgentSaverClient
 from elaunch.wire import local
 from elaunch.wire.local import LocalChannel, Requests
-from elaunch.wire.worker import Files, StagedShard
+from elaunch.wire.worker import StagedShard
 from tests.agent.saver.workerend import client, end
 from tests.launching import wait_until
 
@@ -138,13 +138,13 @@ class Agent:
         part: tuple[int, int, int],
         into: Callable[[int], memoryview],
         timeout: float,
-    ) -> tuple[str, Files] | None:
+    ) -> StagedShard | None:
         found = self._peer(node_rank).serve_shard(*part)
         if found is None:
             return None
         shard, memory = found
         into(shard.end)[: shard.end] = memory[: shard.end]
-        return shard.stage.uuid, shard.images
+        return shard
 
     def push_replica(
         self, node_rank: int, shard: StagedShard, memory: memoryview, timeout: float

@@ -17,7 +17,7 @@ from elaunch.agent.saver.shards import FETCHED_AT_ONCE, REPLICA, Shards
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
 from elaunch.rendezvous.plan import Node, Plan
-from elaunch.wire.worker import Files, StagedShard
+from elaunch.wire.worker import StagedShard
 
 NODES, EACH = 64, 8
 UUID = "u120"
@@ -99,14 +99,14 @@ class Agent:
         part: tuple[int, int, int],
         into: Callable[[int], memoryview],
         timeout: float,
-    ) -> tuple[str, Files] | None:
+    ) -> StagedShard | None:
         """Copy a shard."""
         found = self._peer(node_rank).serve(*part)
         if found is None:
             return None
         shard, memory = found
         into(shard.end)[: shard.end] = memory[: shard.end]
-        return shard.stage.uuid, shard.images
+        return shard
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_many_shards_are_fetched_at_the_same_time() -> None:
     together = threading.Barrier(FETCHED_AT_ONCE, timeout=20.0)
     fetch, fetched = one.fetch_shard, []
 
-    def slow(node_rank: int, part: tuple[int, int, int], *args: Any) -> tuple[str, Files] | None:
+    def slow(node_rank: int, part: tuple[int, int, int], *args: Any) -> StagedShard | None:
         fetched.append(part[2])
         together.wait()
         return fetch(node_rank, part, *args)
