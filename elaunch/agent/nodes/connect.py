@@ -75,7 +75,6 @@ def join(
     key_of = partial(_key_of, opener, settings.run_id)
     meeting = Meeting(_store_opener(opener, peers, group), agreed, key_of, world)
     saver.meet(meeting.read_plan, peers)
-    peers.attach(saver)
     hangs.meet(OtherNodes(peers, hangs.places, hangs.failed))
     views.meet(peers)
     first = NodeStatus(

@@ -8,7 +8,7 @@ from the store.
 
 Calls block for ``timeout`` seconds at most and raise Undelivered, which distinguishes an agent that
 is gone from one that is slow. Requests of others go to the handlers that :meth:`Peers.handle` was
-given, those about shards to the saver (:class:`Receiver`), in threads of :class:`Peers`.
+given, in threads of :class:`Peers`: to the saver's for shards (elaunch.agent.saver.saver).
 
 A shard is known by (step, round, rank), and by the stage's uuid where two saves could be meant. A
 node is known by its node rank in the round that runs.
@@ -23,8 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.workers.network import listen_for_nodes
@@ -66,44 +65,6 @@ class Peer:
     def __str__(self) -> str:
         """Return its name for messages."""
         return f"the agent of node {self.host} ({self.endpoint})"
-
-
-class Receiver(Protocol):
-    """The saver of an agent, as other agents' requests call it, in threads of :class:`Peers`.
-
-    No call blocks for longer than memory takes to be made, but for ``replica_room``.
-    """
-
-    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
-        """Note that another node's shard is on the disk."""
-
-    def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
-        """Note that another node's shard will not come."""
-
-    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
-        """Note that another node's shard is being written still."""
-
-    def held(self, wanted: tuple[int, int, str]) -> list[int]:
-        """Return the ranks whose shards of (step, round, uuid) are in this agent's memory."""
-
-    def serve_shard(
-        self, step: int, round_number: int, rank: int
-    ) -> tuple[StagedShard, memoryview] | None:
-        """Return a shard that is in this agent's memory, its own or a replica; None if not.
-
-        The memory may be overwritten while it is sent: ask again afterwards, and send a shard only
-        as good if the answer is the same one.
-        """
-
-    def replica_room(self, shard: StagedShard) -> memoryview:
-        """Return room for a replica of another node's shard; SaveError if there is none.
-
-        From here on the replica of that rank that was kept before is gone. With a directory on each
-        node that one is on its way to the disk, and is waited for, for a bounded time.
-        """
-
-    def replica_came(self, shard: StagedShard) -> None:
-        """Take the replica, which is whole, its checksum right."""
 
 
 class Peers:
@@ -154,11 +115,6 @@ class Peers:
     def handle(self, op: str, handler: Handler) -> None:
         """Have requests ``op`` served by ``handler``, from now on."""
         self._handlers[op] = handler
-
-    def attach(self, receiver: Receiver) -> None:
-        """Pass shards and replicas that come to the saver, from now on."""
-        for op, serve in _SERVED.items():
-            self.handle(op, partial(serve, receiver))
 
     def on_plan(self, plan: Plan, name: str) -> None:
         """Take the newest plan, with the job and its nodes; ``name`` is this agent's."""
@@ -342,65 +298,6 @@ class Peers:
             answer = {"error": f"the request makes no sense: {error!r}"}
         if answer is not None:
             connection.send(answer)
-
-
-# ── requests about shards ────────────────────────────────────────────────────────────────────────
-
-
-def _on_written(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
-    stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
-    receiver.on_written(stage, int(request["rank"]), manifest)
-    return {"ok": True}
-
-
-def _on_writing(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
-    stage, world_size = Stage(**request["stage"]), int(request["world_size"])
-    receiver.on_writing(stage, int(request["rank"]), world_size)
-    return {"ok": True}
-
-
-def _on_failed(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
-    stage, problem = Stage(**request["stage"]), str(request["problem"])
-    receiver.on_failed(stage, int(request["rank"]), problem)
-    return {"ok": True}
-
-
-def _on_held(receiver: Receiver, _: PeerConnection, request: Fields) -> Fields:
-    wanted = int(request["step"]), int(request["round"]), str(request["uuid"])
-    return {"ok": True, "ranks": receiver.held(wanted)}
-
-
-def _on_shard(receiver: Receiver, connection: PeerConnection, request: Fields) -> Fields:
-    wanted = int(request["step"]), int(request["round"]), int(request["rank"])
-    found = receiver.serve_shard(*wanted)
-    if found is None:
-        return {"ok": True}
-    shard, memory = found
-    connection.send({"ok": True, "shard": shard_to_json(shard)})
-    connection.send_bytes([memory[: shard.end]])
-    again = receiver.serve_shard(*wanted)
-    return {"ok": True, "whole": again is not None and again[0] == shard}
-
-
-def _on_replica(receiver: Receiver, connection: PeerConnection, request: Fields) -> Fields:
-    shard = shard_from_json(request["shard"])
-    room = receiver.replica_room(shard)
-    connection.send({"ok": True})
-    connection.receive_into(room[: shard.end], lambda _: None)
-    receiver.replica_came(shard)
-    name, rank = shard.stage.final, shard.header.rank
-    log.debug("this node's memory has a copy of rank %d's shard of %s", rank, name)
-    return {"ok": True}
-
-
-_SERVED: Final[Mapping[str, Callable[..., Fields]]] = {
-    "written": _on_written,
-    "writing": _on_writing,
-    "failed": _on_failed,
-    "held": _on_held,
-    "shard": _on_shard,
-    "replica": _on_replica,
-}
 
 
 def _cut(sock: socket.socket) -> None:

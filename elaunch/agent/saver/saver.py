@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -23,17 +24,18 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.atonce import start
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.local import Message, Requests
-from elaunch.wire.worker import shard_to_json
+from elaunch.wire.worker import shard_from_json, shard_to_json
 
 if TYPE_CHECKING:
-    from elaunch.agent.peers.peers import Peers
+    from elaunch.agent.peers.messages import PeerConnection
+    from elaunch.agent.peers.peers import Fields, Peers
     from elaunch.agent.saver.service import SaverConnection, SaverService
-    from elaunch.checkpoint.records import Stage
     from elaunch.wire.worker import StagedShard
 
 LAST_WAIT_S: Final = 10.0
@@ -66,6 +68,7 @@ class AgentSaver:
     def meet(self, read_plan: Callable[[], Plan], peers: Peers) -> None:
         """Work as the saver of one node among several; called before the first round."""
         self._setup = replace(self._setup, read_plan=read_plan, peers=peers)
+        serve_peers(self, peers)
 
     @property
     def _running(self) -> SaverService | None:
@@ -153,7 +156,7 @@ class AgentSaver:
         service = self._running
         return None if service is None else service.queue.record()
 
-    # ── peers call (elaunch.agent.peers.peers.Receiver) ──────────────────────────────────────────
+    # ── other agents call, in threads of their connections ───────────────────────────────────────
 
     def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
         """Note that another node's shard is on the disk."""
@@ -176,16 +179,24 @@ class AgentSaver:
     def serve_shard(
         self, step: int, round_number: int, rank: int
     ) -> tuple[StagedShard, memoryview] | None:
-        """Return a shard that is in this agent's memory; None if it is not."""
+        """Return a shard that is in this agent's memory, its own or a replica; None if it is not.
+
+        The memory may be overwritten while it is sent: ask again afterwards, and send a shard only
+        as good if the answer is the same one.
+        """
         service = self._running
         return None if service is None else service.shards.serve(step, round_number, rank)
 
     def replica_room(self, shard: StagedShard) -> memoryview:
-        """Make room for a replica of another node's shard; SaveError if there is none."""
+        """Make room for a replica of another node's shard; SaveError if there is none.
+
+        From here on the replica of that rank that was kept before is gone. With a directory on each
+        node that one is on its way to the disk, and is waited for, for a bounded time.
+        """
         return self._served().replica_room(shard)
 
     def replica_came(self, shard: StagedShard) -> None:
-        """Keep a replica, which is whole."""
+        """Keep a replica, which is whole, its checksum right."""
         self._served().replica_came(shard)
 
     def _resumed(self, request: Message) -> Mapping[str, Any]:
@@ -266,3 +277,68 @@ def _refusal(request: Message, round_: Round | None) -> str:
     if not 0 <= local_rank < round_.nproc or request["rank"] != round_.first_rank + local_rank:
         return f"rank {request['rank']} with local rank {local_rank} is not of this node"
     return ""
+
+
+# ── requests of other agents (elaunch.agent.peers.messages) ─────────────────────────────────────
+
+
+def serve_peers(saver: AgentSaver, peers: Peers) -> None:
+    """Have requests about shards answered by ``saver``, from now on."""
+    for op, serve in _FOR_PEERS.items():
+        peers.handle(op, partial(serve, saver))
+
+
+def _on_written(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
+    stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
+    saver.on_written(stage, int(request["rank"]), manifest)
+    return {"ok": True}
+
+
+def _on_writing(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
+    stage, world_size = Stage(**request["stage"]), int(request["world_size"])
+    saver.on_writing(stage, int(request["rank"]), world_size)
+    return {"ok": True}
+
+
+def _on_failed(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
+    stage, problem = Stage(**request["stage"]), str(request["problem"])
+    saver.on_failed(stage, int(request["rank"]), problem)
+    return {"ok": True}
+
+
+def _on_held(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
+    wanted = int(request["step"]), int(request["round"]), str(request["uuid"])
+    return {"ok": True, "ranks": saver.held(wanted)}
+
+
+def _on_shard(saver: AgentSaver, connection: PeerConnection, request: Fields) -> Fields:
+    wanted = int(request["step"]), int(request["round"]), int(request["rank"])
+    found = saver.serve_shard(*wanted)
+    if found is None:
+        return {"ok": True}
+    shard, memory = found
+    connection.send({"ok": True, "shard": shard_to_json(shard)})
+    connection.send_bytes([memory[: shard.end]])
+    again = saver.serve_shard(*wanted)
+    return {"ok": True, "whole": again is not None and again[0] == shard}
+
+
+def _on_replica(saver: AgentSaver, connection: PeerConnection, request: Fields) -> Fields:
+    shard = shard_from_json(request["shard"])
+    room = saver.replica_room(shard)
+    connection.send({"ok": True})
+    connection.receive_into(room[: shard.end], lambda _: None)
+    saver.replica_came(shard)
+    name, rank = shard.stage.final, shard.header.rank
+    log.debug("this node's memory has a copy of rank %d's shard of %s", rank, name)
+    return {"ok": True}
+
+
+_FOR_PEERS: Final[Mapping[str, Callable[..., Fields]]] = {
+    "written": _on_written,
+    "writing": _on_writing,
+    "failed": _on_failed,
+    "held": _on_held,
+    "shard": _on_shard,
+    "replica": _on_replica,
+}

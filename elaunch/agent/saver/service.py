@@ -341,7 +341,7 @@ class SaverService:
         return shard.header.rank not in self._storage.manifests(shard.stage)
 
     def replica_room(self, shard: StagedShard) -> memoryview:
-        """Make room for a replica; see ``Receiver``."""
+        """Make room for a replica; see ``AgentSaver.replica_room``."""
         name = f"{REPLICA}{shard.header.rank}"
         self._replicas.await_room(shard.header.rank)
         self.shards.forget(name)

@@ -12,6 +12,7 @@ import pytest
 
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
+from elaunch.agent.saver import saver as savers
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.errors import SaveError
 from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
@@ -26,6 +27,11 @@ def shard(size: int) -> StagedShard:
     """Return a part of two files that together take ``size`` bytes."""
     images = (("__0_0.distcp", ((0, size - 10),)), ("rng.bin", ((size - 10, 10),)))
     return StagedShard(STAGE, ShardHeader(1, 2, "digits", {"steps_completed": 120}, "h", 7), images)
+
+
+def serve_peers(saver: Keeper, peers: Peers) -> None:
+    """Have the requests about shards answered."""
+    savers.serve_peers(saver, peers)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -84,7 +90,7 @@ def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
     with agents(3) as made:
         savers = [Keeper() for _ in made]
         for peers, saver in zip(made, savers, strict=True):
-            peers.attach(saver)
+            serve_peers(saver, peers)
         made[2].send_written(0, STAGE, 5, manifest, DEADLINE)
         made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
         made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
@@ -103,7 +109,7 @@ def test_a_part_is_copied_from_memory_to_memory() -> None:
     taken = bytearray(size + 500)
     with agents(2) as made:
         saver = Keeper({(120, 3, 1): (shard(size), memory)})
-        made[0].attach(saver)
+        serve_peers(saver, made[0])
         assert made[1].ask_held(0, (120, 3, "abc"), DEADLINE) == [1]
         assert made[1].ask_held(0, (110, 3, "abc"), DEADLINE) == []
         found = made[1].fetch_shard(0, (120, 3, 1), lambda _: memoryview(taken), DEADLINE)
@@ -120,7 +126,7 @@ def test_a_replica_lies_in_the_neighbours_memory() -> None:
     memory = memoryview(os.urandom(size))
     with agents(2) as made:
         saver = Keeper()
-        made[1].attach(saver)
+        serve_peers(saver, made[1])
         made[0].push_replica(1, shard(size), memory, DEADLINE)
         assert saver.reports == [("replica", shard(size))]
         assert saver.room == memory
@@ -224,7 +230,7 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
     """Random bytes, half a handshake, an open connection each: the job goes on."""
     with agents(2) as made:
         saver = Keeper()
-        made[0].attach(saver)
+        serve_peers(saver, made[0])
         port = made[0].port
         with socket.create_connection((HERE, port)) as sock:
             sock.settimeout(DEADLINE)
@@ -265,7 +271,7 @@ def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None
     """The one who asks hears it, and may go on."""
     with agents(2) as made:
         saver = Keeper()
-        made[0].attach(saver)
+        serve_peers(saver, made[0])
         with made[1].call(made[1].node(0), time.monotonic() + DEADLINE) as line:
             with pytest.raises(Undelivered, match="agent of node node0"):
                 line.ask(request_)

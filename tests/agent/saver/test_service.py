@@ -108,6 +108,9 @@ class Agent:
 
     # ── Peers ──
 
+    def handle(self, op: str, handler: object) -> None:
+        """Requests do not come by messages here: see ``_peer``."""
+
     def _peer(self, node_rank: int) -> AgentSaver:
         peer = self.others[node_rank]
         if peer.gone or self.gone:
