@@ -92,7 +92,7 @@ staged is forgotten with the worker, and the save it belongs to is discarded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
@@ -181,22 +181,8 @@ class StagedShard:
         return max((at + size for _, extents in self.images for at, size in extents), default=0)
 
 
-def shard_to_json(shard: StagedShard) -> dict[str, Any]:
-    """Return the fields of ``shard`` as they are sent."""
-    return {
-        "stage": asdict(shard.stage),
-        "header": {**asdict(shard.header), "metadata": dict(shard.header.metadata)},
-        "images": files_to_json(shard.images),
-        "extra": dict(shard.extra),
-        "keep": None if shard.keep is None else dict(shard.keep),
-        "protected": list(shard.protected),
-        "local": shard.local,
-        "loads": shard.loads,
-    }
-
-
 def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
-    """Return what :func:`shard_to_json` made; raise ValueError for anything else."""
+    """Return the shard whose ``asdict`` was sent; raise ValueError for anything else."""
     from elaunch.checkpoint.records import ShardHeader, Stage
 
     try:
@@ -214,13 +200,8 @@ def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
         raise ValueError(f"this is no shard of a checkpoint: {error!r}") from error
 
 
-def files_to_json(files: Files) -> list[Any]:
-    """Return where the files of a shard lie, as it is sent."""
-    return [[path, [list(extent) for extent in extents]] for path, extents in files]
-
-
 def files_from_json(fields: list[list[Any]]) -> Files:
-    """Return what :func:`files_to_json` made; raise TypeError or ValueError for anything else."""
+    """Return where the files of a shard lie, as it was sent; else raise TypeError or ValueError."""
     return tuple(
         (str(path), tuple((int(at), int(size)) for at, size in extents)) for path, extents in fields
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ SHARD = StagedShard(
 
 def test_a_part_comes_back_as_it_was() -> None:
     """Through JSON; its size and its end are those of its pieces."""
-    sent = json.loads(json.dumps(worker.shard_to_json(SHARD)))
+    sent = json.loads(json.dumps(asdict(SHARD)))
     assert worker.shard_from_json(sent) == SHARD
     assert (SHARD.size, SHARD.end) == (124, 224)
     assert StagedShard(SHARD.stage, SHARD.header, ()).end == 0
@@ -47,7 +48,7 @@ def test_a_part_comes_back_as_it_was() -> None:
 )
 def test_what_is_no_shard_is_refused(change: dict[str, Any]) -> None:
     """With ValueError, whatever is wrong."""
-    sent = json.loads(json.dumps(worker.shard_to_json(SHARD)))
+    sent = json.loads(json.dumps(asdict(SHARD)))
     with pytest.raises(ValueError):
         worker.shard_from_json({**sent, **change})
     with pytest.raises(ValueError, match="no shard of a checkpoint"):

@@ -20,6 +20,7 @@ Where one agent dies, or sends what is not the file, the next that has it is ask
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -189,9 +190,8 @@ class LocalCopies:
         scratch = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         scratch.mkdir(parents=True)
         try:
-            with NodeSources(
-                self._peers, checkpoint.path, nodes, self._progress(connection)
-            ) as sources:
+            made = NodeSources(self._peers, checkpoint.path, nodes, self._progress(connection))
+            with contextlib.closing(made) as sources:
                 if path.is_dir() and (
                     checkpoint.format != own.FORMAT or _is(path, checkpoint.digest)
                 ):
@@ -275,11 +275,7 @@ class NodeSources:
         self._first = secrets.randbelow(max(1, len(nodes)))
         """Where to begin: nodes that fetch at the same time ask different ones first."""
 
-    def __enter__(self) -> NodeSources:
-        """Return it; the end of the block hangs up."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Hang up."""
         for connection in self._connections.values():
             connection.close()

@@ -33,7 +33,7 @@ from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
 from elaunch.wire import stream
 from elaunch.wire.stream import PEER, Caller, Endpoint, StreamListener, session_key
-from elaunch.wire.worker import StagedShard, shard_from_json, shard_to_json
+from elaunch.wire.worker import StagedShard, shard_from_json
 
 PATIENCE: Final = 30.0
 """Seconds without a byte or progress after which another agent counts as hung."""
@@ -240,7 +240,7 @@ class Peers:
         """Send a shard, the first ``shard.end`` bytes of ``memory``, to be kept for this node."""
         until = time.monotonic() + timeout
         with self._to_node(node_rank, timeout) as connection:
-            connection.ask({"do": "replica", "shard": shard_to_json(shard)})
+            connection.ask({"do": "replica", "shard": asdict(shard)})
             in_time = _in_time(connection, until)
             whole = memory[: shard.end]  # what lies behind it is not of the shard
             pieces = (whole[at : at + CHUNK] for at in range(0, shard.end, CHUNK))

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,7 @@ from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.local import Message, Requests
-from elaunch.wire.worker import shard_from_json, shard_to_json
+from elaunch.wire.worker import shard_from_json
 
 if TYPE_CHECKING:
     from elaunch.agent.peers.messages import PeerConnection
@@ -203,7 +204,7 @@ class AgentSaver:
         service = self._running
         uuid = str(request.get("uuid"))
         shards = [] if service is None else service.shards.staged(uuid)
-        return {"shards": [shard_to_json(shard) for shard in shards]}
+        return {"shards": [asdict(shard) for shard in shards]}
 
     def _served(self) -> SaverService:
         service = self._running
@@ -317,7 +318,7 @@ def _on_shard(saver: AgentSaver, connection: PeerConnection, request: Fields) ->
     if found is None:
         return {"ok": True}
     shard, memory = found
-    connection.send({"ok": True, "shard": shard_to_json(shard)})
+    connection.send({"ok": True, "shard": asdict(shard)})
     connection.send_bytes([memory[: shard.end]])
     again = saver.serve_shard(*wanted)
     return {"ok": True, "whole": again is not None and again[0] == shard}

@@ -38,7 +38,6 @@ from elaunch.wire.worker import (
     StagedShard,
     committed_from_json,
     committed_to_json,
-    files_to_json,
     shard_from_json,
 )
 
@@ -448,7 +447,7 @@ class SaverConnection:
         wanted = (int(request["step"]), int(request["round"]), str(request["uuid"]))
         ranks = [int(rank) for rank in request["ranks"]]
         found = self._service.shards.find(wanted, ranks, float(request["timeout"]))
-        rows = [{"rank": r, "files": files_to_json(files)} for r, (files, _) in found.items()]
+        rows = [{"rank": rank, "files": files} for rank, (files, _) in found.items()]
         return {"shards": rows}, [segment.fd for _, segment in found.values()]
 
     def _last(self, fields: dict[str, Any]) -> Answer:

@@ -30,7 +30,6 @@ from elaunch.wire.worker import (
     committed_from_json,
     committed_to_json,
     files_from_json,
-    shard_to_json,
 )
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ class AgentSaverClient:
         Every rank of ``shard.stage`` has to stage its shard, or the save is discarded.
         """
         self._begun = False
-        self._ask("staged", ANSWER_S, shard=shard_to_json(shard))
+        self._ask("staged", ANSWER_S, shard=asdict(shard))
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.

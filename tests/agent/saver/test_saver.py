@@ -44,10 +44,11 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 WORKER = """
 import json, os, signal, sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from elaunch.checkpoint.records import ShardHeader, Stage
-from elaunch.wire.worker import StagedShard, shard_to_json
+from elaunch.wire.worker import StagedShard
 from tests.agent.saver.workerend import client
 
 socket, place, rank, when = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -64,7 +65,7 @@ memory[4:8] = b"%04d" % rank
 part = ShardHeader(rank, 2, "digits", {"steps_completed": 10})
 handed = StagedShard(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
-    line = json.dumps({"op": "staged", "n": 99, "shard": shard_to_json(handed)})
+    line = json.dumps({"op": "staged", "n": 99, "shard": asdict(handed)})
     saver._link._channel._sock.send(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
