@@ -1,4 +1,4 @@
-"""Patches of torch in a forked worker: seven for torch up to 2.7, six up to 2.13, then five.
+"""Patches of torch in a forked worker, some of them for old versions only.
 
 Two are of stores under a launcher. With TORCHELASTIC_USE_AGENT_STORE=True
 (torch/distributed/rendezvous.py, ``_create_c10d_store``)
@@ -28,14 +28,17 @@ group's destructor keeps the lock and waits for the thread. There a worker waits
 The fifth is for workers that fail. libtorch's destructors take its operators off their tables, on
 pages that a fork shares with the server until then: 0.13 s, half of the time from an exception to
 the end of its process, in which nobody can see that the worker has failed. They are left out then.
-One that succeeds needs them: a process group that the script has not destroyed does there what is
-still to be done.
+
+The sixth is for workers that succeed, and leave a process group behind. What the server has
+imported is frozen, so that the collector passes over what holds the group, and its destructor,
+which does what is still to be done, would never run.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -76,7 +79,11 @@ def need_clients() -> bool:
 
 
 def patch_ends() -> None:
-    """Have the threads of gloo come to rest before this worker ends, or an old torch's group."""
+    """Have the threads of gloo come to rest before this worker ends, or an old torch's group.
+
+    And have a group that the script leaves behind go with the interpreter.
+    """
+    atexit.register(_unfreeze)
     atexit.register(_settle)
     destroy: Any = getattr(sys.modules.get("torch.distributed"), "destroy_process_group", None)
     if destroy is None or not _is_old():
@@ -103,9 +110,20 @@ def leave_out_destructors(error: BaseException) -> None:
         return
     import ctypes  # torch has imported it
 
+    atexit.unregister(_unfreeze)
     c = ctypes.CDLL(None)
     if hasattr(c, "on_exit") and c.on_exit(c._exit, None) == 0:
         c.on_exit(c.fcloseall, None)
+
+
+def _unfreeze() -> None:
+    """Have what the server has imported collected if a process group hangs on it, as it may.
+
+    Its destructor does what the group has still to do, such as a collective that nobody waits for.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        gc.unfreeze()
 
 
 def _settle() -> None:

@@ -75,6 +75,32 @@ def test_groups_end_that_hang_under_an_old_torchrun(elaunch: Launcher, tmp_path:
     assert done.returncode == 0, done.stderr
 
 
+LEFT = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pid = torch.tensor([os.getpid()])
+dist.broadcast(pid, 0)
+if dist.get_rank() == 0:
+    left = dist.all_reduce(torch.ones(4), async_op=True)  # nobody waits for it
+else:
+    time.sleep(1)
+    with open(f"/proc/{pid.item()}/stat") as file:
+        print(file.read().rpartition(")")[2].split()[0])
+    dist.all_reduce(torch.ones(4), async_op=True)
+"""
+
+
+@pytest.mark.executed  # the tests' own process holds more than the server does
+def test_what_a_group_has_still_to_do_is_done_at_the_end(elaunch: Launcher, tmp_path: Path) -> None:
+    """The script neither waits for a collective nor destroys the group: rank 0 ends only when the
+    other has entered it, too. (How that ends for the other is up to gloo: rank 0 may be gone.)
+    """
+    script = tmp_path / "s.py"
+    script.write_text(LEFT)
+    done = elaunch.run(["run", "--nproc-per-node", "2", script])
+    assert done.stdout in ("S\n", "R\n"), done.stderr
+
+
 # As PyTorch's DDP tutorial has it, and with the address of the worker itself.
 SPAWNS = """
 import os, socket, sys
