@@ -36,7 +36,10 @@ ELSEWHERE = {
     "docs/from-python.md python 0": "tests/torchrun/test_functions.py",
 }
 """Blocks, or all of a page, that a test of their own runs."""
-NOT_RUN = {"docs/metrics.md python 1": "needs pandas, which nothing here needs"}
+NOT_RUN = {
+    "docs/metrics.md python 1": "needs pandas, which nothing here needs",
+    "docs/clients.md python 0": "needs accelerate, which `make clients` installs",
+}
 
 
 def blocks(page: str, *languages: str) -> list[str]:
