@@ -105,12 +105,13 @@ def leave_out_destructors(error: BaseException) -> None:
     then these two: all streams of the C library are flushed, and the process ends with its status.
     ``on_exit`` is glibc's.
     """
-    succeeds = isinstance(error, SystemExit) and error.code in (None, 0)
-    if succeeds or "torch" not in sys.modules or any(map(os.environ.get, WATCHERS)):
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return
+    atexit.unregister(_unfreeze)  # or it would wait for its group
+    if "torch" not in sys.modules or any(map(os.environ.get, WATCHERS)):
         return
     import ctypes  # torch has imported it
 
-    atexit.unregister(_unfreeze)
     c = ctypes.CDLL(None)
     if hasattr(c, "on_exit") and c.on_exit(c._exit, None) == 0:
         c.on_exit(c.fcloseall, None)

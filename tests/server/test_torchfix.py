@@ -170,3 +170,37 @@ def test_a_worker_that_succeeds_runs_all(error: str) -> None:
 def test_a_tool_that_watches_from_the_start_sees_the_end(name: str) -> None:
     """What it has found is written there."""
     assert "registered before" in _ended("ValueError()", {name: "/dev/null"})
+
+
+LEFT = """
+import sys, types
+from elaunch.server import torchfix
+
+def is_initialized():
+    print("the group is looked for")
+    return False
+
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch.distributed"] = group = types.ModuleType("torch.distributed")
+group.is_available, group.is_initialized = (lambda: True), is_initialized
+torchfix.patch_ends()
+torchfix.leave_out_destructors(eval(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "watcher", "waits"),
+    [
+        ("SystemExit(0)", "", True),
+        ("ValueError()", "", False),
+        ("ValueError()", "LD_PRELOAD", False),
+    ],
+)
+def test_only_a_worker_that_succeeds_waits_for_its_group(
+    error: str, watcher: str, waits: bool
+) -> None:
+    """One that fails would not be seen to have failed while a collective of its group goes on."""
+    environ = {"PATH": os.environ["PATH"]} | ({watcher: "/dev/null"} if watcher else {})
+    argv = [sys.executable, "-c", LEFT, error]
+    done = subprocess.run(argv, env=environ, text=True, capture_output=True, timeout=60)
+    assert done.stdout == ("the group is looked for\n" if waits else ""), done.stderr
