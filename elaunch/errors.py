@@ -172,7 +172,7 @@ class HangError(ElaunchError):
 
 
 class SameFailureError(ElaunchError):
-    """Rounds in a row failed for the same cause without progress, as --max-same-failures allows."""
+    """Rounds in a row failed for one cause without progress, or lost the same node."""
 
     exit_code = 78
     code = "E-SAME-FAILURE"

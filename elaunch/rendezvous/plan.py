@@ -25,7 +25,7 @@ forming: nobody runs, agents gather. running: ``nodes`` run the round. ending: t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Final, Literal, overload
 
 from msgspec import Meta, Struct, field
 
@@ -51,8 +51,14 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 StartFacts = Annotated[Mapping[Line, Line], Meta(max_length=100)]
 
 
+UNSTABLE: Final = 3
+"""Rounds in a row that lose one node without progress: then others that suffice go on without."""
+MOST_LOSSES: Final = 10
+"""Such rounds after which a job that needs this node ends."""
+
+
 class SameFailure(Struct, frozen=True, forbid_unknown_fields=True):
-    """The rounds in a row that failed for one cause without progress."""
+    """The rounds in a row that failed for one cause, or lost one node, without progress."""
 
     signature: Line
     rounds: tuple[Rank, ...]
@@ -350,7 +356,8 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
             after their start (elaunch.rendezvous.decide.budget).
         failure: the first failure of the round that ended last, of the whole job, with its
             ``host`` and ``node``; None without one. ``same``: the rounds in a row that failed as
-            the one before this did, with --max-same-failures.
+            the one before this did, with --max-same-failures. ``losses``: those that lost the
+            nodes which the last such round lost.
         waits: what the coordinator waits for, and for how long, if that takes long; or "".
         notice: a warning for every node (they differ in their start-up facts), or "".
         facts: the start-up facts of ``nodes[0]``, for a newcomer to compare with its own.
@@ -379,6 +386,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     crashes: Count = 0
     failure: WorkerFailure | None = None
     same: SameFailure | None = None
+    losses: SameFailure | None = None
     waits: Text = ""
     notice: Text = ""
     facts: StartFacts = {}

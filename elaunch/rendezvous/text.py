@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
-from elaunch.rendezvous.plan import WorkerFailure
+from elaunch.rendezvous.plan import MOST_LOSSES, UNSTABLE, Plan, SameFailure, WorkerFailure
 from elaunch.text import count, listed
 
 MOST_NAMED = 8
@@ -39,6 +39,22 @@ def node(one: HasAddress) -> str:
 def nodes(them: Iterable[HasAddress]) -> str:
     """Return "node1 (10.0.0.1), node2 (10.0.0.2)", at most eight of them."""
     return listed([node(one) for one in them])
+
+
+def lost(losses: SameFailure) -> str:
+    """Return "node2 was lost in rounds 3, 4, 5"."""
+    numbers = [str(number) for number in losses.rounds[-MOST_LOSSES:]]
+    were = "were" if ", " in losses.signature else "was"
+    return f"{losses.signature} {were} lost in rounds {listed(numbers, most=len(numbers))}"
+
+
+def standing_by(plan: Plan, host: str) -> str:
+    """Return why an agent on ``host`` is one of the plan's spares."""
+    losses = plan.losses
+    if losses and len(losses.rounds) >= UNSTABLE and host in losses.signature.split(", "):
+        return f"standing by: {lost(losses)}; the others go on without it"
+    nodes = count(len(plan.nodes))
+    return f"standing by: the job has its {nodes}; this one replaces the next that is lost"
 
 
 def named(them: Sequence[HasAddress]) -> str:

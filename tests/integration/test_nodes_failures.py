@@ -140,6 +140,25 @@ def test_a_killed_agent_is_missed_and_welcome_again(cluster: Build, backend: str
     assert first_failures(one) == []
 
 
+@over("etcd")
+def test_a_node_that_is_lost_again_and_again(cluster: Build, backend: str) -> None:
+    """Three rounds in a row end for it; then it only stands by, and the other goes on."""
+    job = Job(cluster, backend, 2)
+    one, two = job.pair(STRETCHED)
+    for number in range(3):
+        os.kill(two.pid, signal.SIGKILL)
+        wait_for_worker(one, 0, 2 * number + 1)
+        two = job.start(2, STRETCHED)
+        if number < 2:
+            wait_for_worker(two, 1, 2 * number + 2)
+            wait_for_worker(one, 0, 2 * number + 2)
+    lost = "node2 was lost in rounds 0, 2, 4"
+    wait_until_said(one, rf"going on with 1 node, 1 worker \({lost}: it stands by\)")
+    wait_until_said(two, f"standing by: {lost}; the others go on without it")
+    assert end(job, one, two) == [0, 0]
+    assert rounds(one) == [(0, 2), (1, 1), (2, 2), (3, 1), (4, 2), (5, 1)]
+
+
 @over("c10d", "etcd")
 def test_a_frozen_agent_is_fenced(cluster: Build, backend: str) -> None:
     """Its workers are dead before the others' next round; it comes back when it is thawed."""

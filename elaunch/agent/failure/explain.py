@@ -267,10 +267,10 @@ _JOB: Final = (
     ),
     Cause(
         "E-SAME-FAILURE",
-        "Rounds in a row failed for the same cause without progress, so another restart would not "
-        "have helped.",
+        "Rounds in a row failed for the same cause without progress, or lost the same node, so "
+        "another restart would not have helped.",
         "`elaunch why --round N` shows the cause of each; --max-same-failures says how many are "
-        "enough.",
+        "enough. Of a node that was lost, look at its own log, its memory and its network.",
         command=78,
     ),
 )

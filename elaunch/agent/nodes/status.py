@@ -33,7 +33,7 @@ from elaunch.rendezvous.plan import (
 )
 from elaunch.rendezvous.text import differences
 from elaunch.runs.record import AwaitedRecord
-from elaunch.text import block, count
+from elaunch.text import block
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.coordinator import Standalone
@@ -215,10 +215,7 @@ class StatusPublisher:
         if plan.waits and plan.phase != "over":
             lines.append(f"still {plan.waits}")
         if name in plan.spares:
-            lines.append(
-                f"standing by: the job has its {count(len(plan.nodes))}; this one replaces "
-                "the next that is lost"
-            )
+            lines.append(words.standing_by(plan, self._record.host))
         news = [line for line in lines if line not in self._logged]
         self._logged.update(news)
         for line in news:

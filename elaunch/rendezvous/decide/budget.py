@@ -6,11 +6,13 @@ budget                         a restart is possible while
 ``--max-restarts N``           fewer than N rounds in a row ended without a newer checkpoint
 the same, for life             fewer than N rounds have failed in all
 ``--max-same-failures K``      fewer than K rounds in a row failed for one cause, without progress
+always                         fewer than MOST_LOSSES in a row lost one node, without progress
 =============================  =================================================================
 
 A backoff is for a crash loop only: for a round that failed within LONG_ENOUGH of its start, without
 a newer checkpoint, when the one before did so, too. Each such round in a row waits twice as long,
-up to BACKOFF_MOST; any other restart is at once. A lost or a joined node costs no restart.
+up to BACKOFF_MOST; any other restart is at once. A lost or a joined node costs no restart; where
+one node is lost in round after round, the next round waits as after a failure.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ LONG_ENOUGH: Final = 10.0
 of such rounds loads nobody."""
 MOST_SAME: Final = 100
 """Failed rounds in a row that are kept; --max-same-failures is not more."""
+LOSS_APART: Final = 600.0
+"""Seconds of a round after which the loss of a node does not count: a job whose own checkpoints
+elaunch does not see has made progress by then. For so long a round goes on without a node that was
+UNSTABLE."""
 
 
 class Budget(Struct, frozen=True):
@@ -103,9 +109,14 @@ def verdict(
         reason += f", {resumes_from(step)}"
     if spent.crashes == 0 or lived_long:
         return Again(reason)
-    seconds = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(spent.crashes - 1, 20))
+    seconds = backoff(spent.crashes)
     wait = f"after a backoff of up to {seconds:g} s: it failed within {LONG_ENOUGH:g} s again"
     return Again(f"{reason}, {wait}", seconds)
+
+
+def backoff(before: int) -> float:
+    """Return the seconds to wait at most after a round that died as ``before`` did in a row."""
+    return min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(before - 1, 20)) if before else 0.0
 
 
 def repeated(

@@ -30,6 +30,12 @@ from elaunch.rendezvous.plan import HeldShards, NodeStatus, PlanCheckpoint
 from elaunch.text import count, listed
 
 
+def progressed(view: View) -> bool:
+    """Whether a newer checkpoint is known of than the one that the plan's round resumed from."""
+    before, found = view.plan.checkpoint, newest(view)
+    return found is not None and found.step > (-1 if before is None else before.step)
+
+
 def newest(view: View, names: Iterable[str] | None = None) -> PlanCheckpoint | None:
     """Return the newest checkpoint, of what the search found and ``names`` (all: None) have.
 

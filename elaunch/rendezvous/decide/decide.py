@@ -25,6 +25,7 @@ there is room       announced (``Plan.joining``); when all are ready, and none c
 workers listen      announced when all are ready: the workers save and end by themselves; the round
                     is ended if they have not within ``preempt_grace`` seconds
 the job is full     ``Plan.spares``: they replace the next that is lost
+lost many times     spares, too, for as long as others suffice (elaunch.rendezvous.decide.members)
 ``--on-join never`` announced; they are in the next round, whatever it begins for
 a node is done      as never: the job is about to end
 ==================  ==============================================================================
@@ -40,8 +41,9 @@ from elaunch.endings import PREEMPTED
 from elaunch.errors import StoreError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import formation
+from elaunch.rendezvous.decide.budget import LOSS_APART
 from elaunch.rendezvous.decide.formation import over, publish
-from elaunch.rendezvous.decide.members import READY_PATIENCE, order, waiting
+from elaunch.rendezvous.decide.members import READY_PATIENCE, order, unstable, waiting
 from elaunch.rendezvous.decide.view import Decision as Decision
 from elaunch.rendezvous.decide.view import Publish, Rules, View, Wait
 from elaunch.rendezvous.decide.view import Search as Search
@@ -154,7 +156,7 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
         all_left = all(absent is not None and absent.cause == "left" for _, absent in lost)
         cause: Cause = "left" if all_left else "lost"
         reason = "; ".join(lines[:MOST_NAMED]) + more
-        return replace(plan, phase="ending", cause=cause, reason=reason, failure=None)
+        return formation.without(view, cause, reason, [node for node, _ in lost], now)
     if left:
         why = f": {left[0].reason}" if left[0].reason else ""
         reason = f"{text.named(left)} {'leaves' if len(left) == 1 else 'leave'}{why}"
@@ -166,7 +168,7 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
     if stopped:
         were = "was" if len(stopped) == 1 else "were"
         reason = f"{text.named(stopped)} {were} cut off from the store; the workers there are dead"
-        return replace(plan, phase="ending", cause="lost", reason=reason, failure=None)
+        return formation.without(view, "lost", reason, stopped, now)
     return None
 
 
@@ -225,9 +227,12 @@ def _newcomers(view: View, now: float, rules: Rules) -> Decision:
     if not there and not plan.spares and not plan.joining:
         return Wait(), ""
     ranked = order((), waiting((*plan.joining, *plan.spares), there))
+    hosts = unstable(view, now)
+    steady = tuple(name for name in ranked if there[name].record.host not in hosts)
     room = 0 if rules.static else max(0, rules.max_nodes - len(plan.nodes))
-    joining, spares = ranked[:room], ranked[room:]
-    waits = []
+    joining = steady[:room]
+    spares = tuple(name for name in ranked if name not in joining)
+    waits: list[float | None] = [view.round_began + LOSS_APART] if hosts else []
     if joining and rules.on_join != "never" and not _nearly_done(view):
         begin = _may_begin(view, joining, rules, now)
         if begin is not None and _may_save(view, rules):

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from elaunch.endings import PREEMPTED, exit_code
@@ -27,6 +29,8 @@ from elaunch.rendezvous.decide.view import (
     Wait,
 )
 from elaunch.rendezvous.plan import (
+    MOST_LOSSES,
+    UNSTABLE,
     Cause,
     Node,
     NodeStatus,
@@ -36,7 +40,7 @@ from elaunch.rendezvous.plan import (
     WorkerFailure,
 )
 from elaunch.rendezvous.text import differences
-from elaunch.text import count
+from elaunch.text import count, listed
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -83,7 +87,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
         until = ended_at(view) + verdict.backoff * view.jitter
         if until > now:
             return _pause(view, verdict.reason, until)
-    return _start(view, rules, enough, verdict)
+    return _after_losses(view, now, enough) or _start(view, rules, enough, verdict)
 
 
 def end_request(view: View) -> str:
@@ -194,14 +198,41 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
             continue
         cause: Cause = "left" if absent.cause == "left" else "lost"
         reason = text.gone(node, absent, rules.heartbeat_timeout)
-        return replace(plan, cause=cause, reason=reason, failure=None)
+        return without(view, cause, reason, [node], view.phase_since)
     failed = first_failure(view, now) or plan.failure
     if failed is None:
         return plan
     return replace(plan, failure=failed, reason=text.failure(failed))
 
 
+def without(view: View, cause: Cause, reason: str, gone: Sequence[Node], at: float) -> Plan:
+    """Return the plan whose round ends because nodes are ``gone``, as was seen ``at`` that time."""
+    plan, losses = view.plan, view.plan.losses
+    if cause == "lost":
+        hosts = listed(sorted(node.host for node in gone)[: text.MOST_NAMED])
+        apart = at - view.round_began >= budget.LOSS_APART
+        losses = budget.repeated(losses, hosts, plan.round, apart)
+    return replace(plan, phase="ending", cause=cause, reason=reason, failure=None, losses=losses)
+
+
 # ── may there be another ─────────────────────────────────────────────────────────────────────────
+
+
+def _after_losses(view: View, now: float, enough: Enough) -> Decision | None:
+    """Return what comes before a round with a node that was lost, or instead; None: nothing."""
+    plan, losses = view.plan, view.plan.losses
+    if plan.cause != "lost" or losses is None or checkpoints.progressed(view):
+        return None
+    stayed = {node.name for node in plan.nodes} if view.absent else set()
+    came = [view.present[name].record.host for name in enough.names if name not in stayed]
+    if not any(host in losses.signature.split(", ") for host in came):
+        return None
+    if len(losses.rounds) >= MOST_LOSSES:
+        reason = f"{text.lost(losses)} without progress"
+        reason = f"{plan.reason}; {reason}" if plan.phase == "ending" else reason
+        return publish(over(plan, SameFailureError.exit_code, reason))
+    until = ended_at(view) + budget.backoff(len(losses.rounds) - 1) * view.jitter
+    return (Wait(until), f"{text.lost(losses)}: a backoff") if until > now else None
 
 
 def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
@@ -233,8 +264,7 @@ def _same(view: View) -> SameFailure | None:
     plan = view.plan
     if plan.failure is None:
         return plan.same
-    before, found = _step(plan.checkpoint), _step(checkpoints.newest(view))
-    progressed = found is not None and found > (-1 if before is None else before)
+    progressed = checkpoints.progressed(view)
     return budget.repeated(plan.same, plan.failure.signature, plan.round, progressed)
 
 
@@ -340,6 +370,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         crashes=spent.crashes,
         failure=plan.failure if verdict else None,
         same=_same(view),
+        losses=None if checkpoints.progressed(view) else plan.losses,
         notice="; ".join(filter(None, (notice, _anew(before, rules)))),
         facts=first.facts,
         strict=rules.strict_symmetry,
@@ -366,13 +397,24 @@ def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
     start = f", {resumes}" if rules.has_checkpoint_dir else ""
     if rules.standalone:
         return f"{plan.reason}{start}"
-    with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}"
+    with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}{_left_out(new)}"
     if plan.round < 0 and before.round < 0:
         return f"first start: {with_whom}{start}"
     if plan.round < before.round:
         return f"the store lost its memory; going on with {with_whom}{start}"
     what = plan.reason if plan.phase == "ending" else "enough nodes are there again"
     return f"{what}; going on with {with_whom}{start}"
+
+
+def _left_out(new: Plan) -> str:
+    """Return that a round goes on without a node that was lost again and again, if it does."""
+    losses = new.losses
+    if losses is None or len(losses.rounds) < UNSTABLE:
+        return ""
+    hosts = losses.signature.split(", ")
+    return (
+        "" if any(n.host in hosts for n in new.nodes) else f" ({text.lost(losses)}: it stands by)"
+    )
 
 
 def _anew(before: LastKnown, rules: Rules) -> str:

@@ -3,7 +3,8 @@
 A candidate is a member, was not asked to leave, and has nothing of a round before: a node of the
 plan's round has ended it (elaunch.rendezvous.decide.formation has waited for that), a newcomer is
 ready or has never had workers. A newcomer that is not ready after READY_PATIENCE seconds holds up
-nobody: it is taken only where too few would be there without it.
+nobody: it is taken only where too few would be there without it. So is one on a host that was lost
+again and again (unstable).
 
 Their order gives the node ranks:
 
@@ -25,8 +26,9 @@ from msgspec.structs import replace
 
 from elaunch.errors import UsageError
 from elaunch.rendezvous import text as words
+from elaunch.rendezvous.decide import budget, checkpoints
 from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Rules, View
-from elaunch.rendezvous.plan import JobSeen, NodeStatus
+from elaunch.rendezvous.plan import UNSTABLE, JobSeen, NodeStatus
 from elaunch.text import count, listed
 
 READY_PATIENCE = 10.0
@@ -143,16 +145,28 @@ def _candidates(
     members = {node.name for node in view.plan.nodes}
     there: dict[str, Present] = {}
     late: dict[str, Present] = {}
+    shaky = unstable(view, now)
     for name, one in view.present.items():
         record = one.record
         if record.state == "leaving":
             continue
-        if name in members or record.rests:
+        if name in members:
             there[name] = one
+        elif record.rests:
+            (late if record.host in shaky else there)[name] = one
         elif record.state == "joining" and goes_on(record, rules) is None:
             begun = view.plan.round >= 0 and now - one.since > READY_PATIENCE
-            (late if begun else there)[name] = one
+            (late if begun or record.host in shaky else there)[name] = one
     return there, late
+
+
+def unstable(view: View, now: float) -> Sequence[str]:
+    """Return the hosts that were lost in UNSTABLE rounds in a row, none LOSS_APART later."""
+    losses = view.plan.losses
+    if losses is None or len(losses.rounds) < UNSTABLE or checkpoints.progressed(view):
+        return ()
+    at = now if view.plan.phase == "running" else view.phase_since
+    return () if at - view.round_began >= budget.LOSS_APART else losses.signature.split(", ")
 
 
 def _settled(view: View, now: float, rules: Rules, number: int) -> float:

@@ -14,7 +14,7 @@ from elaunch.agent.policy.actions import Nothing
 from elaunch.agent.policy.state import Limits, State
 from elaunch.agent.policy.turn import Turn
 from elaunch.rendezvous import text
-from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
+from elaunch.rendezvous.plan import NodeStatus, Plan, SameFailure, WorkerFailure
 from tests.agent.histories import READY, TERM, exited, gone, play
 from tests.agent.policy.test_nodes import ENDED, ENDING, FIRST, RUNS, SECOND, seen
 
@@ -239,6 +239,17 @@ def test_notices_are_logged_once(
         "node2 has another torch",
         "standing by: the job has its 2 nodes; this one replaces the next that is lost",
     ]
+
+
+def test_a_node_that_the_others_do_without_is_told(
+    publisher: StatusPublisher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost in some rounds in a row."""
+    monkeypatch.setattr(logging.getLogger("elaunch"), "propagate", True)
+    losses = SameFailure("node1", (0, 2, 4))
+    publisher.see(plan_seen(structs.replace(FIRST, spares=("aa2",), losses=losses), "aa2"))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == ("standing by: node1 was lost in rounds 0, 2, 4; the others go on without it")
 
 
 @pytest.mark.parametrize("strict", [False, True])

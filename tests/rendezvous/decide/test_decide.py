@@ -16,6 +16,7 @@ from elaunch.rendezvous.plan import (
     Plan,
     PlanCheckpoint,
     RestartRequest,
+    SameFailure,
     WorkerFailure,
 )
 
@@ -64,6 +65,7 @@ RUNNING = Plan("job", 0, "running", "first start", nodes=(node(1), node(2)))
 FAILURE = WorkerFailure(rank=0, exitcode=7, text="boom", host="node1", node="a1")
 ENDING = replace(RUNNING, phase="ending", cause="failure", reason="?", failure=FAILURE)
 LOST = replace(RUNNING, phase="ending", cause="lost", reason="node2 was lost")
+ALONE = replace(RUNNING, nodes=(node(1),))
 RUN1, RUN2 = member(1, "running", 0), member(2, "running", 0)
 END1, END2 = member(1, "ended", 0), member(2, "ended", 0)
 LISTENS1, LISTENS2 = member(1, "running", 0, listens=True), member(2, "running", 0, listens=True)
@@ -73,6 +75,16 @@ SECOND = replace(RUNNING, round=1)
 GOES_ON = ("wait 600", "waiting for node1 (10.0.0.1), node2 (10.0.0.2) to start round 1")
 P3 = frozenset({"p3"})
 GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
+
+
+def flapping(rounds: int, plan: Plan = LOST, host: str = "node2") -> Plan:
+    """Return a plan whose last ``rounds`` rounds have lost one node."""
+    return replace(plan, losses=SameFailure(host, tuple(range(rounds))))
+
+
+FLAPS = {"absent": GONE2, "leads_since": 40.0}
+BACK2 = member(4)
+BACK2 = replace(BACK2, record=replace(BACK2.record, host="node2", addr="10.0.0.2"))
 
 Row = tuple[Rules, Plan, list[Present], dict[str, Any], str, str]
 # rules, plan, who is there, what else the view says, "phase/cause/round/code" or step, reason
@@ -357,6 +369,44 @@ TABLE: dict[str, Row] = {
         *(TWO, RUNNING, [RUN1, END2], {}, "ending/lost/0/None a1 a2"),
         "node node2 (10.0.0.2) was cut off from the store; the workers there are dead",
     ),
+    "one node is lost for the fourth time": (
+        *(TWO, flapping(4), [replace(END1, changed=99.0), BACK2], FLAPS),
+        *("wait 101", "node2 was lost in rounds 0, 1, 2, 3: a backoff"),
+    ),
+    "a lost node costs no time at first": (
+        *(TWO, flapping(1), [replace(END1, changed=99.0), BACK2], FLAPS),
+        *("running//1/None a1 a4", "node2 was lost; going on with 2 nodes, 16 workers"),
+    ),
+    "one node is lost again and again": (
+        *(TWO, flapping(10), [END1, BACK2], FLAPS, "over/lost/0/78 a1 a2"),
+        "node2 was lost; node2 was lost in rounds 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 without progress",
+    ),
+    "and the others suffice": (
+        *(ELASTIC, flapping(3), [END1, BACK2], FLAPS, "running//1/None a1"),
+        "node2 was lost; going on with 1 node, 8 workers (node2 was lost in rounds 0, 1, 2: it "
+        "stands by)",
+    ),
+    "and is back: it stands by": (
+        *(ELASTIC, flapping(10, ALONE), [RUN1, BACK2, member(3)], {"round_began": 90.0}),
+        *("ending/joined/0/None a1 +a3", "node node3 (10.0.0.3) joins"),
+    ),
+    "for a while": (
+        *(ELASTIC, replace(flapping(10, ALONE), spares=("a2",)), [RUN1, member(2)]),
+        *({"round_began": 90.0}, "wait 690", ""),
+    ),
+    "then it joins again": (
+        *(ELASTIC, replace(flapping(10, ALONE), spares=("a2",)), [RUN1, member(2)]),
+        *({"round_began": -501.0}, "ending/joined/0/None a1 +a2", "node node2 (10.0.0.2) joins"),
+    ),
+    "and the job makes progress": (
+        *(replace(ELASTIC, has_checkpoint_dir=True), flapping(10), [END1]),
+        *({**FLAPS, "search_result": SearchResult(CKPT)}, "running//1/None a1"),
+        "node2 was lost; going on with 1 node, 8 workers, from step 40",
+    ),
+    "and a node joins after it": (
+        *(ELASTIC, flapping(10, ASKED), [END1, END2], {}),
+        *("running//1/None a1 a2", "new data; going on with 2 nodes, 16 workers"),
+    ),
     "all are done": (
         *(TWO, RUNNING, [member(1, "finished", 0), member(2, "finished", 0)], {}),
         *("over//0/0 a1 a2", "all workers ended with 0"),
@@ -554,3 +604,31 @@ def test_a_search_knows_whom_the_round_will_have() -> None:
     assert isinstance(step, Search)
     assert step.nodes == ("a1", "a2")
     assert step.present == {name: one.record for name, one in there.items()}
+
+
+def decided(plan: Plan, now: float, **more: Any) -> Plan:
+    """Return the plan that follows when node2's agent is lost; its next agent is there."""
+    lost = {
+        one.name: Absent("expired", now, RUN2.record) for one in plan.nodes if one.host != "node1"
+    }
+    me = member(1, "running" if plan.phase == "running" else "ended", plan.round)
+    back = replace(BACK2, since=now, changed=now)
+    there = {"a1": me, f"b{plan.round}": back}
+    view = View("a1", plan, there, lost, phase_since=now, last_newcomer_at=now, **more)
+    step, _ = decide(view, now + 60.0 if plan.phase == "ending" else now, TWO)
+    assert isinstance(step, Publish), step
+    return step.plan
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(5.0, 10), (700.0, 25)])
+def test_a_node_that_is_lost_in_each_round(seconds: float, rounds: int) -> None:
+    """The job ends after ten such rounds; not where they lasted long enough for progress."""
+    plan, now = RUNNING, NOW
+    for number in range(25):
+        assert plan.round == number
+        ending = decided(plan, now + seconds, round_began=now)
+        plan, now = decided(ending, now + seconds, round_began=now), now + seconds + 60.0
+        if plan.phase == "over":
+            break
+    assert plan.round == rounds - (plan.phase == "over")
+    assert plan.exit_code == (None if seconds > 600.0 else 78)
