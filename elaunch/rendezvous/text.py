@@ -42,10 +42,11 @@ def nodes(them: Iterable[HasAddress]) -> str:
 
 
 def lost(losses: SameFailure) -> str:
-    """Return "node2 was lost in rounds 3, 4, 5"."""
+    """Return "node2 was lost in rounds 3, 4, 5", or "node2 was lost in round 3"."""
     numbers = [str(number) for number in losses.rounds[-MOST_LOSSES:]]
     were = "were" if ", " in losses.signature else "was"
-    return f"{losses.signature} {were} lost in rounds {listed(numbers, most=len(numbers))}"
+    rounds = "round" if len(numbers) == 1 else "rounds"
+    return f"{losses.signature} {were} lost in {rounds} {', '.join(numbers)}"
 
 
 def standing_by(plan: Plan, host: str) -> str:

@@ -402,8 +402,16 @@ def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
         return f"first start: {with_whom}{start}"
     if plan.round < before.round:
         return f"the store lost its memory; going on with {with_whom}{start}"
-    what = plan.reason if plan.phase == "ending" else "enough nodes are there again"
+    what = plan.reason if plan.phase == "ending" else _enough_again(plan)
     return f"{what}; going on with {with_whom}{start}"
+
+
+def _enough_again(plan: Plan) -> str:
+    """Return the reason of a round for which nodes were missing, with those that were lost."""
+    losses, enough = plan.losses, "enough nodes are there again"
+    if plan.cause != "lost" or losses is None or losses.rounds[-1] != plan.round:
+        return enough
+    return f"{text.lost(replace(losses, rounds=(plan.round,)))}; {enough}"
 
 
 def _left_out(new: Plan) -> str:

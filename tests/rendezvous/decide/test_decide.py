@@ -369,6 +369,12 @@ TABLE: dict[str, Row] = {
         *(TWO, RUNNING, [RUN1, END2], {}, "ending/lost/0/None a1 a2"),
         "node node2 (10.0.0.2) was cut off from the store; the workers there are dead",
     ),
+    "a node was lost, and another has come": (
+        *(TWO, replace(flapping(1), phase="forming", reason="1 of 2 nodes"), [END1, BACK2], FLAPS),
+        "running//1/None a1 a4",
+        "node2 was lost in round 0; enough nodes are there again; going on with 2 nodes, 16 "
+        "workers",
+    ),
     "one node is lost for the fourth time": (
         *(TWO, flapping(4), [replace(END1, changed=99.0), BACK2], FLAPS),
         *("wait 101", "node2 was lost in rounds 0, 1, 2, 3: a backoff"),
