@@ -53,12 +53,7 @@ def check(value: Any, name: str) -> None:
     problem = _problem(value)
     if problem is None:
         return
-    members: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        members = list(value.items())
-    elif isinstance(value, list | tuple):
-        members = list(enumerate(value))
-    for key, member in members:
+    for key, member in kinds.members(value):
         check(member, f"{name}.{key}" if name else str(key))
     raise CheckpointError(
         f"{name or 'the state'}, a {type(value).__name__}, could not be loaded again: "
@@ -177,22 +172,18 @@ def make(state: Any, writes: bool) -> Plain:
     check(walk.made.content, "")
     for path, value in walk.made.own.items():
         check(value, key_of(path))
-    walk.made.size = _size_of(walk.made.content) if writes else 0
+    if writes:
+        everything = (part for _, part in kinds.parts(walk.made.content))
+        held = (part for part in everything if isinstance(part, torch.Tensor))
+        walk.made.size = sum(one.numel() * one.element_size() for one in held)
     return walk.made
 
 
-def refuse_raw(value: Any, name: str = "") -> None:
+def refuse_raw(state: Any) -> None:
     """Raise CheckpointError for an optimizer's state by numbers, wherever it stands."""
-    if isinstance(value, PerRank):
-        value = value.value
-    if isinstance(value, Mapping):
-        if optimizers.is_raw(value):
-            raise optimizers.refuse_raw(name)
-        members = list(value.items())
-    else:
-        members = list(enumerate(value)) if isinstance(value, list | tuple) else []
-    for key, member in members:
-        refuse_raw(member, f"{name}.{key}" if name else str(key))
+    for path, part in kinds.parts(state):
+        if isinstance(part, Mapping) and optimizers.is_raw(part):
+            raise optimizers.refuse_raw(key_of(path))
 
 
 def check_same(
@@ -232,14 +223,6 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
             words = [f"{kind} on {text.ranks(of)}" for kind, of in ranks.items()]
             problems.append(f"{key} is {', '.join(words)}")
     return problems
-
-
-def _size_of(content: Any) -> int:
-    if isinstance(content, torch.Tensor):
-        size: int = content.numel() * content.element_size()
-        return size
-    members = content.values() if isinstance(content, Mapping) else content
-    return sum(map(_size_of, members)) if isinstance(content, Mapping | list | tuple) else 0
 
 
 class _PlainWalk:
@@ -297,12 +280,9 @@ class _PlainWalk:
             _refuse_sharded(value, path)
             _refuse_odd(value, path)
             self._note(path, "a tensor")
-        elif isinstance(value, Mapping) and value:
-            for key, member in value.items():
+        elif (isinstance(value, Mapping) and value) or kinds.holds_tensors(value):
+            for key, member in kinds.members(value):
                 self._compare(member, (*path, key))
-        elif isinstance(value, list | tuple) and has_tensors(value):
-            for index, member in enumerate(value):
-                self._compare(member, (*path, index))
         else:
             self._note(path, "a value")
             self.made.values[key_of(path)] = value
@@ -310,15 +290,6 @@ class _PlainWalk:
     def _note(self, path: KeyPath, kind: str) -> None:
         if self._shared:
             self.made.kinds[key_of(path)] = kind
-
-
-def has_tensors(value: Any) -> bool:
-    """Tell whether a value is a tensor, or a dict, list or tuple with one somewhere in it."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(has_tensors, value))
-    return isinstance(value, torch.Tensor)
 
 
 def _refuse_sharded(value: Any, path: KeyPath) -> None:
@@ -338,11 +309,7 @@ def _refuse_odd(value: Any, path: KeyPath) -> None:
 
     Some that the sharded save refuses, as quantised ones, torch.save and torch.load take.
     """
-    if isinstance(value, torch.Tensor):
-        found = tensors.obstacle(value)
+    for at, part in kinds.parts(value, path):
+        found = tensors.obstacle(part) if isinstance(part, torch.Tensor) else None
         if found is not None and not found.in_file:
-            tensors.refuse(key_of(path), value)
-    elif has_tensors(value):
-        members = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, member in members:
-            _refuse_odd(member, (*path, key))
+            tensors.refuse(key_of(at), part)

@@ -117,7 +117,7 @@ class _Filling:
 
     def members(self, state: Any, content: Any, above: str) -> None:
         """Walk through two dicts, or two lists."""
-        own, saved = dict(_members(state)), dict(_members(content))
+        own, saved = dict(kinds.members(state)), dict(kinds.members(content))
         self._keys(own, saved, above)
         for key, value in own.items():
             if key in saved:
@@ -239,10 +239,6 @@ class _Filling:
         )
 
 
-def _members(container: Any) -> Iterator[tuple[Any, Any]]:
-    yield from container.items() if isinstance(container, Mapping) else enumerate(container)
-
-
 def _put(marked: PerRank, new: Any) -> None:
     if kinds.is_stateful(marked.value):
         marked.value.load_state_dict(new)
@@ -261,12 +257,12 @@ def _is_replaced(value: Any, saved: Any) -> bool:
     if isinstance(value, PerRank | torch.Tensor) or kinds.is_stateful(value):
         return False
     if isinstance(value, Mapping):
-        plain = not isinstance(saved, Mapping) or not plainstate.has_tensors(saved)
-        return plain and not kinds.holds_objects(value) and not plainstate.has_tensors(value)
+        plain = not isinstance(saved, Mapping) or not kinds.holds_tensors(saved)
+        return plain and not kinds.holds_objects(value) and not kinds.holds_tensors(value)
     if not isinstance(value, list) or kinds.holds_objects(value):
         return not isinstance(value, list)
     fits = isinstance(saved, list) and len(saved) == len(value)
-    return not (fits and plainstate.has_tensors(value))
+    return not (fits and kinds.holds_tensors(value))
 
 
 def _addresses_of_own_loading(module: nn.Module) -> frozenset[int]:

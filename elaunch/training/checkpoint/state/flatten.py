@@ -188,7 +188,10 @@ def flatten(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
     """
     kinds.refuse_no_dict(state, names=True)
     walk = _Walk(rank, stored)
-    walk.find_modules(state, ())
+    # Before the walk: an optimizer may come before its module.
+    walk.modules = [
+        (key_of(at), part) for at, part in kinds.parts(state) if isinstance(part, nn.Module)
+    ]
     walk.members(state, ())
     return walk.flat
 
@@ -201,30 +204,14 @@ class _Walk:
         self._rank = rank
         self._stored = stored
         self._loading = loading or stored is not None
-        self._modules: list[optimizers.Named] = []
+        self.modules: list[optimizers.Named] = []
         self._own_depth = 0
-
-    def find_modules(self, value: object, path: KeyPath) -> None:
-        """Note every module, wherever it stands: an optimizer may come before its own."""
-        if isinstance(value, PerRank):
-            value = value.value
-        if isinstance(value, nn.Module):
-            self._modules.append((key_of(path), value))
-        elif isinstance(value, Mapping):
-            for name, member in value.items():
-                self.find_modules(member, (*path, str(name)))
-        elif isinstance(value, list | tuple):
-            for index, member in enumerate(value):
-                self.find_modules(member, (*path, index))
 
     def members(self, value: Any, path: KeyPath, share: Share = PLAIN) -> None:
         """Walk through what a dict or a list holds."""
-        if isinstance(value, Mapping):
-            for name, member in value.items():
-                self._visit(value, name, member, (*path, str(name)), share)
-        else:
-            for index, member in enumerate(value):
-                self._visit(value, index, member, (*path, index), share)
+        for name, member in kinds.members(value):
+            step = str(name) if isinstance(value, Mapping) else name
+            self._visit(value, name, member, (*path, step), share)
 
     def _visit(
         self, holder: Any, name: Any, value: Any, path: KeyPath, share: Share = PLAIN
@@ -306,7 +293,7 @@ class _Walk:
         self._then(lambda: modules.set_state(module, state))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: KeyPath) -> None:
-        module = optimizers.owner(key_of(path), optimizer, self._modules)
+        module = optimizers.owner(key_of(path), optimizer, self.modules)
         if self._stored is None:
             state = optimizers.state_to_save(module, optimizer)
         elif self._stored.has_names_below((*path, optimizers.GROUPS)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,26 @@ from elaunch.training.checkpoint.state.perrank import PerRank
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), dict, list, tuple})
 """Classes that most values are of, and that have no ``state_dict``."""
+
+
+def members(value: object) -> Iterator[tuple[Any, Any]]:
+    """Yield what stands in a dict, list or tuple, by key or index; nothing for what is none."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+def parts(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield a value and all that stands in its dicts, lists and tuples, each with its path.
+
+    The value in a PerRank has the path of that.
+    """
+    yield path, value
+    if isinstance(value, PerRank):
+        yield from parts(value.value, path)
+    for key, member in members(value):
+        yield from parts(member, (*path, key))
 
 
 def refuse_no_dict(state: object, names: bool = False) -> None:
@@ -92,10 +113,12 @@ def refuse_resizing(marked: PerRank, name: str) -> None:
 
 def holds_objects(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> bool:
     """Tell whether there is anything in a container that a load changes in place."""
-    members = value.values() if isinstance(value, Mapping) else value
     return any(
-        isinstance(member, PerRank | nn.Module | torch.optim.Optimizer)
-        or is_stateful(member)
-        or (isinstance(member, Mapping | list | tuple) and holds_objects(member))
-        for member in members
+        isinstance(part, PerRank | nn.Module | torch.optim.Optimizer) or is_stateful(part)
+        for _, part in islice(parts(value), 1, None)
     )
+
+
+def holds_tensors(value: object) -> bool:
+    """Tell whether a value is a tensor, or has one somewhere in its dicts, lists and tuples."""
+    return any(isinstance(part, torch.Tensor) for _, part in parts(value))
