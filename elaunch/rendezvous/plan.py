@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, overload
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from elaunch.errors import HangError
 
@@ -234,7 +234,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     restart: RestartRequest | None = None
     seen: JobSeen | None = None
     seq: Count = 0
-    peer_port: Port = field(default=0, name="courier")
+    peer_port: Port = 0
     probe: Line = ""
     held: tuple[HeldShards, ...] = ()
     times: NodeTimes | None = None
@@ -260,7 +260,7 @@ class Node(Struct, frozen=True):
     addr: str
     slots: int
     role: str
-    peer_port: int = field(default=0, name="courier")
+    peer_port: int = 0
 
 
 class NodeList(Sequence[Node]):
@@ -393,7 +393,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     strict: bool = False
     asked: Text = ""
     exit_code: Code | None = None
-    not_sharing: tuple[Line, ...] = field(name="strangers", default=())
+    not_sharing: tuple[Line, ...] = ()
     coordinator: Line = ""
     times: NodeTimes | None = None
 

@@ -12,8 +12,7 @@ another version, under another name or in another run. An agent's older records 
 Fields with their default value are left out. The nodes of a plan are beside it, as ``{field of a
 node: column}`` without a signature; the plan has their digest. So the plan, which every agent reads
 twice in a round, has some hundred bytes, and an agent reads and decodes the nodes only when they
-have changed. Columns are joined by commas: 4,096 nodes stay below 200 KB. A plan of version 1 has
-its nodes in it, and is read as well.
+have changed. Columns are joined by commas: 4,096 nodes stay below 200 KB.
 
 Any process that reaches the store may have written a record, so all of it is checked: size,
 signature, version, each field's type and range (elaunch.rendezvous.plan), and no field that is not
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, ValidationError, field
+from msgspec import Meta, Struct, ValidationError
 from msgspec.structs import replace
 
 from elaunch.errors import StoreError
@@ -50,8 +49,8 @@ from elaunch.rendezvous.plan import column as column_of
 if TYPE_CHECKING:
     from elaunch.store.protocol import Post
 
-VERSIONS: Final = {"agent": (1,), "plan": (2, 1)}
-"""The versions of each kind that are read; the first one is written."""
+VERSIONS: Final = {"agent": 2, "plan": 3}
+"""The version of each kind that is written and read; all nodes of a job have the same elaunch."""
 MAX_AGENT_BYTES: Final = 64 * 1024
 MAX_PLAN_BYTES: Final = 8 * 1024 * 1024
 MOST_FREE: Final = 5_000
@@ -91,11 +90,7 @@ class _Columns(Struct, frozen=True, forbid_unknown_fields=True):
     addr: _Column
     slots: _Column
     role: _Column
-    peer_port: _Column = field(name="courier")
-
-
-_SENT: Final = dict(zip(Node.__struct_fields__, Node.__struct_encode_fields__, strict=True))
-"""The key under which each field of a node is sent."""
+    peer_port: _Column
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +128,7 @@ def encode_nodes(nodes: Sequence[Node]) -> bytes:
     """Return a plan's nodes as bytes for the store; raises as :func:`encode`."""
     if not nodes:
         return b""
-    raw = _json({sent: _column(nodes, name) for name, sent in _SENT.items()})
+    raw = _json({name: _column(nodes, name) for name in Node.__struct_fields__})
     _check_size(raw, MAX_PLAN_BYTES, "this agent")
     return raw
 
@@ -148,7 +143,7 @@ def _encoded(
     fields = msgspec.to_builtins(record)
     _fitted(fields, type(record), "this agent")
     kind = purpose[0]
-    body = _json({"elaunch": VERSIONS[kind][0], "kind": kind, **fields, **more})
+    body = _json({"elaunch": VERSIONS[kind], "kind": kind, **fields, **more})
     raw = body if secret is None else _signature(" ".join(purpose), body, secret) + b"\n" + body
     _check_size(raw, most, "this agent")
     return raw
@@ -198,7 +193,7 @@ def decode_agent(raw: bytes, secret: bytes | None, sender: str) -> NodeStatus:
     Raises:
         RecordError: it is malformed, too large, of another version or not signed with ``secret``.
     """
-    return _fitted(_read(raw, secret, sender, ("agent", sender))[0], NodeStatus, sender)
+    return _fitted(_read(raw, secret, sender, ("agent", sender)), NodeStatus, sender)
 
 
 def decode_plan(post: Post, secret: bytes | None, sender: str, known: Sequence[Node] = ()) -> Plan:
@@ -207,20 +202,16 @@ def decode_plan(post: Post, secret: bytes | None, sender: str, known: Sequence[N
     Raises:
         RecordError: as for :func:`decode_agent`.
     """
-    fields, version = _read(post.value, secret, sender, ("plan", str(post.version)))
+    fields = _read(post.value, secret, sender, ("plan", str(post.version)))
     named = fields.pop("nodes", None)
     nodes: Sequence[Node] = ()
     if named is not None:
-        nodes = _listed(named, version, post.nodes, sender, known)
+        nodes = _listed(named, post.nodes, sender, known)
     return replace(_fitted(fields, Plan, sender), nodes=nodes)
 
 
-def _listed(
-    named: Any, version: int, raw: bytes, sender: str, known: Sequence[Node]
-) -> Sequence[Node]:
-    """Return the nodes that a plan names by their digest, or has in it in version 1."""
-    if version == 1:
-        return tuple(_nodes(named, "", sender))
+def _listed(named: Any, raw: bytes, sender: str, known: Sequence[Node]) -> Sequence[Node]:
+    """Return the nodes that a plan names by their digest."""
     if isinstance(known, NodeList) and known.digest == named:
         return known
     _check_size(raw, MAX_PLAN_BYTES, sender)
@@ -231,8 +222,8 @@ def _listed(
 
 def _read(
     raw: bytes, secret: bytes | None, sender: str, purpose: tuple[str, str]
-) -> tuple[dict[str, Any], int]:
-    """Return the fields of a record of the kind ``purpose[0]``, and its version."""
+) -> dict[str, Any]:
+    """Return the fields of a record of the kind ``purpose[0]``."""
     kind = purpose[0]
     _check_size(raw, MAX_PLAN_BYTES if kind == "plan" else MAX_AGENT_BYTES, sender)
     signed = raw[SIGNATURE_BYTES : SIGNATURE_BYTES + 1] == b"\n" and not raw.startswith(b"{")
@@ -253,16 +244,16 @@ def _read(
     if type(fields) is not dict or "elaunch" not in fields:
         raise _refused(sender, "it is no record of elaunch")
     version = fields.pop("elaunch")
-    if version not in VERSIONS[kind] or type(version) is not int:
+    if version != VERSIONS[kind] or type(version) is not int:
         raise _refused(
             sender,
-            f"it is of version {_shown(version)}, this agent reads {VERSIONS[kind][0]}; "
+            f"it is of version {_shown(version)}, this agent reads {VERSIONS[kind]}; "
             "install the same version of elaunch on every node",
         )
     found = fields.pop("kind", None)
     if found != kind:
         raise _refused(sender, f"it is of the kind {_shown(found)}, not {kind!r}")
-    return fields, version
+    return fields
 
 
 def _parsed(body: bytes, sender: str) -> Any:
@@ -323,7 +314,7 @@ def _nodes(fields: Any, digest: str, sender: str, *, plain: bool = False) -> Seq
             msgspec.convert(_different(columns[name]), kind, strict=False)
         except ValidationError as error:
             problem = str(error).partition(" - at ")[0].replace("`", "")
-            raise _refused(sender, f"its nodes.{_SENT[name]} are no numbers: {problem}") from None
+            raise _refused(sender, f"its nodes.{name} are no numbers: {problem}") from None
     return NodeList(columns, digest) if length(columns["name"]) else ()
 
 

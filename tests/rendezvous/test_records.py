@@ -23,6 +23,7 @@ from elaunch.rendezvous.plan import (
     WorkerFailure,
 )
 from elaunch.rendezvous.records import (
+    VERSIONS,
     RecordError,
     decode_agent,
     decode_plan,
@@ -129,8 +130,8 @@ def read(raw: bytes, plan: bool, secret: bytes | None = None) -> None:
 
 @given(st.binary(max_size=200), SECRETS)
 @example(b"[" * 60_000, None)
-@example(b'{"elaunch":1,"kind":"agent","port":' + b"1" * 5000 + b"}", None)
-@example('{"elaunch":1}'.encode("utf-16"), None)
+@example(b'{"elaunch":2,"kind":"agent","port":' + b"1" * 5000 + b"}", None)
+@example('{"elaunch":2}'.encode("utf-16"), None)
 def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
     """With a RecordError that names the sender, and nothing else."""
     for plan in (False, True):
@@ -142,7 +143,9 @@ def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
 @given(st.dictionaries(st.sampled_from(Plan.__struct_fields__), JSON), st.booleans())
 def test_any_fields_are_read_or_refused(said: dict[str, Any], plan: bool) -> None:
     """A record of the right frame with anything in its fields."""
-    raw = json.dumps({"elaunch": 1, "kind": "plan" if plan else "agent", **said}).encode()
+    kind = "plan" if plan else "agent"
+    frame = {"elaunch": VERSIONS[kind], "kind": kind}
+    raw = json.dumps({**frame, **said}).encode()
     try:
         read(raw, plan)
     except RecordError as exc:
@@ -166,13 +169,13 @@ def spoil(**said: Any) -> bytes:
         (spoil(host="x" * 1001), None, "its host is 'xxx"),
         (spoil(hint=-1), None, "its hint is -1: expected int >= 0"),
         (spoil(hint=10**400), None, "its hint is 1000"),
-        (spoil(courier="29500"), None, "its courier is '29500': expected int, got str"),
-        (spoil(courier=65536), None, "its courier is 65536: expected int <= 65535"),
-        (spoil(courier=[29500]), None, "its courier is [29500]: expected int, got array"),
+        (spoil(peer_port="29500"), None, "its peer_port is '29500': expected int, got str"),
+        (spoil(peer_port=65536), None, "its peer_port is 65536: expected int <= 65535"),
+        (spoil(peer_port=[29500]), None, "its peer_port is [29500]: expected int, got array"),
         (spoil(state="dead"), None, "its state is 'dead': invalid enum value 'dead'"),
         (spoil(extra=1), None, "object contains unknown field extra"),
         (spoil(**{"\x1b" * 90: 1}), None, "object contains unknown field \\x1b"),
-        (spoil(elaunch=2), None, "it is of version 2, this agent reads 1"),
+        (spoil(elaunch=3), None, "it is of version 3, this agent reads 2"),
         (spoil(kind="plan"), None, "it is of the kind 'plan', not 'agent'"),
         (spoil(failure={"rank": 1}), None, "its failure is {'rank': 1}: object missing required"),
         (spoil(failure={"rank": 1, "exitcode": 1, "x": 1}), None, "its failure is {'rank': 1, "),
@@ -182,7 +185,7 @@ def spoil(**said: Any) -> bytes:
         (spoil(facts={"a\x1b": ""}), None, "its facts is 'a\\x1b', not one line"),
         (spoil(facts={str(n): "" for n in range(101)}), None, "its facts is {'0': ''"),
         (spoil(note="\ud800"), None, "it is not JSON (DecodeError)"),
-        (b'{"elaunch":1,"kind":"agent","host":"h"}', None, "object missing required field addr"),
+        (b'{"elaunch":2,"kind":"agent","host":"h"}', None, "object missing required field addr"),
         (b'{"a":1}', None, "it is no record of elaunch"),
         (b"\x80\x04K\x01.", None, "it is not JSON"),
         (spoil(note="x" * 70_000), None, "bytes, more than 65,536"),
@@ -204,24 +207,27 @@ def test_what_is_wrong_is_said(raw: bytes, secret: bytes | None, problem: str) -
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ("65536", "its nodes.courier are no numbers: Expected int <= 65535"),
-        ("-1", "its nodes.courier are no numbers: Expected int >= 0"),
-        ("1" * 5000, "its nodes.courier are no numbers: "),
-        ("\u0661", "its nodes.courier are no numbers: Expected int, got str"),
+        ("65536", "its nodes.peer_port are no numbers: Expected int <= 65535"),
+        ("-1", "its nodes.peer_port are no numbers: Expected int >= 0"),
+        ("1" * 5000, "its nodes.peer_port are no numbers: "),
+        ("\u0661", "its nodes.peer_port are no numbers: Expected int, got str"),
         ("1\n", "its nodes is '1\\n', not one line"),
         ("1,2", "the columns of its nodes differ in length"),
-        (29500, "its nodes.courier is 29500: expected str | object | array, got int"),
-        ([29500], "its nodes.courier is [29500]: expected str, got int"),
-        ({"all": "1", "number": 10**9}, "its nodes.courier is {'all': '1', 'number': 1000000000}"),
-        (None, "its nodes: object missing required field courier"),
+        (29500, "its nodes.peer_port is 29500: expected str | object | array, got int"),
+        ([29500], "its nodes.peer_port is [29500]: expected str, got int"),
+        (
+            {"all": "1", "number": 10**9},
+            "its nodes.peer_port is {'all': '1', 'number': 1000000000}",
+        ),
+        (None, "its nodes: object missing required field peer_port"),
     ],
 )
 def test_what_is_wrong_with_a_port_of_a_node_is_said(column: object, problem: str) -> None:
     """No agent calls a port that is none, whoever wrote the plan."""
     said = json.loads(encode_nodes((Node("a", "h", "10.0.0.1", 8, "x", 29500),)))
-    said["courier"] = column
+    said["peer_port"] = column
     if column is None:
-        del said["courier"]
+        del said["peer_port"]
     nodes = json.dumps(said).encode()
     with pytest.raises(RecordError) as caught:
         decode_plan(Post(3, encode_plan(Plan("job"), None, 3, nodes), nodes), None, "a1")
@@ -280,39 +286,16 @@ def replace_nodes(post: Post, nodes: bytes) -> Post:
     return Post(post.version, post.value, nodes)
 
 
-BEFORE = (
-    b'{"elaunch":1,"kind":"plan","job":"j","round":2,"phase":"ending","reason":"a","cause":"failure",'
-    b'"nodes":{"name":"a0,a1","host":["h,0","h1"],"addr":{"all":"10.0.0.1","number":2},'
-    b'"slots":{"all":"8","number":2},"role":{"all":"default","number":2},"courier":"3000,3001"},'
-    b'"checkpoint":{"path":"/c/s","step":4,"format":"dcp"},"failure":{"rank":3,"exitcode":-9}}'
-)
-"""A plan as the first version that had plans wrote it."""
-
-
-def test_a_plan_of_the_version_before_is_read() -> None:
-    """Its nodes as columns of all three forms, a failure of which little is known."""
-    assert decode_plan(Post(3, BEFORE), None, "a1") == Plan(
-        "j",
-        round=2,
-        phase="ending",
-        reason="a",
-        cause="failure",
-        nodes=(
-            Node("a0", "h,0", "10.0.0.1", 8, "default", 3000),
-            Node("a1", "h1", "10.0.0.1", 8, "default", 3001),
-        ),
-        checkpoint=PlanCheckpoint("/c/s", 4, "dcp"),
-        failure=WorkerFailure(rank=3, exitcode=-9),
+@pytest.mark.parametrize(("plan", "version", "reads"), [(True, 1, 3), (True, 2, 3), (False, 1, 2)])
+def test_a_record_of_another_version_is_refused(plan: bool, version: int, reads: int) -> None:
+    """Before any of its fields is looked at; the sentence says what to do."""
+    raw = json.dumps({"elaunch": version, "kind": "plan" if plan else "agent", "port": 1})
+    with pytest.raises(RecordError) as caught:
+        read(raw.encode(), plan)
+    assert str(caught.value) == (
+        f"the record of a1 is refused: it is of version {version}, this agent reads {reads}; "
+        "install the same version of elaunch on every node"
     )
-
-
-def test_what_an_agent_has_seen_is_written_as_the_version_before_reads_it() -> None:
-    """There the mere presence of ``lost`` says that the store has lost its memory."""
-    seen = JobSeen(job="j", phase="running", round=1)
-    said = json.loads(encode(replace(AGENT, seen=seen), None, "a1"))
-    assert said["seen"] == {"job": "j", "phase": "running", "round": 1}
-    said = json.loads(encode(replace(AGENT, seen=replace(seen, lost=True)), None, "a1"))
-    assert said["seen"]["lost"] is True
 
 
 def test_a_signature_is_good_for_one_place_in_one_run() -> None:

@@ -118,7 +118,7 @@ class Peers:
 
     def on_plan(self, plan: Plan, name: str) -> None:
         """Take the newest plan, with the job and its nodes; ``name`` is this agent's."""
-        key = session_key(self.secret or b"elaunch", f"courier {self._run_id} {plan.job}")
+        key = session_key(self.secret or b"elaunch", f"peers {self._run_id} {plan.job}")
         with self._plan_seen:
             self._plan, self._name = plan, name
             self._listener.key = key
