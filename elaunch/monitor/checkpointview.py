@@ -31,10 +31,9 @@ from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.errors import CheckpointError
-from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table
+from elaunch.monitor.page import NOTHING, Cell, Column, Fields, Page, Paragraph, Part, Table
 from elaunch.text import date, duration, one_line, size
 
-NOTHING: Final = "-"
 METRICS_SHOWN: Final = 4
 FILES_SHOWN: Final = 200
 

@@ -10,8 +10,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from elaunch.monitor.jobview import JobView, NodeView
-from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
-from elaunch.monitor.runpage import NOTHING, SHOWN_MESSAGE_LINES, restarts_text
+from elaunch.monitor.page import (
+    NOTHING,
+    Cell,
+    Column,
+    Fields,
+    Page,
+    Paragraph,
+    Part,
+    Table,
+    Title,
+)
+from elaunch.monitor.runpage import SHOWN_MESSAGE_LINES, restarts_text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.rendezvous.times import to_record
 from elaunch.runs import verdict
@@ -178,14 +188,7 @@ def _table(nodes: Sequence[NodeView]) -> Table:
         Column("role", spare=True),
         Column("note", elastic=True),
     )
-    rows = [_row(node) for node in nodes]
-    # A column without any value is left out.
-    shown = [i for i in range(len(columns)) if any(row[i].text != NOTHING for row in rows)]
-    return Table(
-        tuple(columns[i] for i in shown),
-        tuple(tuple(row[i] for i in shown) for row in rows),
-        usual="alive",
-    )
+    return Table(columns, tuple(map(_row, nodes)), usual="alive").trimmed()
 
 
 def _row(node: NodeView) -> tuple[Cell, ...]:

@@ -55,6 +55,15 @@ class Choice:
         """Whether nothing was chosen."""
         return self == Choice()
 
+    def takes(self, file: FollowedLog) -> bool:
+        """Return whether the lines of a file are among them."""
+        return (
+            file.node.is_meant(self.node)
+            and (self.ranks is None or file.rank in self.ranks)
+            and self.round in (None, file.name.round)
+            and file.name.stream in self.streams
+        )
+
     @property
     def exact(self) -> bool:
         """Whether the bytes of one rank are wanted, as they are."""
@@ -342,13 +351,7 @@ class Reader:
             low, high = min(rounds), max(rounds)
             there = f"round {low} only" if low == high else f"rounds {low} to {high}"
             raise UsageError(f"--round {wanted.round}: run {name} has {there}")
-        return [
-            file
-            for file in files
-            if (wanted.ranks is None or file.rank in wanted.ranks)
-            and wanted.round in (None, file.name.round)
-            and file.name.stream in wanted.streams
-        ]
+        return list(filter(wanted.takes, files))
 
     def _note(self, index: int, node: LogNode, name: str) -> None:
         """Read what has been added to the arrivals of a round."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+NOTHING: Final = "-"
+"""A cell without a value."""
 INDENT: Final = "  "
 NARROW: Final = 100
 FOLDED: Final = 9
@@ -99,6 +101,18 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     usual: str = ""
+
+    def trimmed(self, least: int = 0) -> Table:
+        """Return it without columns that have no value in any row, but for the ``least`` first."""
+        kept = [
+            i
+            for i in range(len(self.columns))
+            if i < least or any(row[i].text != NOTHING for row in self.rows)
+        ]
+        columns = tuple(self.columns[i] for i in kept)
+        return replace(
+            self, columns=columns, rows=tuple(tuple(row[i] for i in kept) for row in self.rows)
+        )
 
 
 Part = Title | Paragraph | Fields | Table

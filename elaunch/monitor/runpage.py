@@ -13,7 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from elaunch.monitor.page import Cell, Column, Fields, Page, Paragraph, Part, Table, Title
+from elaunch.monitor.page import (
+    NOTHING,
+    Cell,
+    Column,
+    Fields,
+    Page,
+    Paragraph,
+    Part,
+    Table,
+    Title,
+)
 from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.runs import verdict
@@ -27,7 +37,6 @@ from elaunch.runs.record import (
 )
 from elaunch.text import date, duration, moment, one_line, ranks, size
 
-NOTHING: Final = "-"
 SHOWN_MESSAGE_LINES: Final = 5
 BY: Final[Mapping[str, str]] = {"script": "by the script", "collectives": "by its collectives"}
 NOTHING_YET: Final[Mapping[str, str]] = {
@@ -277,12 +286,8 @@ def _workers(workers: Sequence[WorkerView], progress: Mapping[int, WorkerProgres
         Column("last", elastic=True),
     )
     ordered = sorted(workers, key=lambda worker: worker.record["rank"])
-    rows = [_worker_row(worker, progress.get(worker.record["rank"])) for worker in ordered]
-    # A column without any value is left out: no usage after the end, no exit before it.
-    shown = [i for i in range(len(columns)) if i < 4 or any(r[i].text != NOTHING for r in rows)]
-    return Table(
-        tuple(columns[i] for i in shown), tuple(tuple(row[i] for i in shown) for row in rows)
-    )
+    rows = (_worker_row(worker, progress.get(worker.record["rank"])) for worker in ordered)
+    return Table(columns, tuple(rows)).trimmed(4)  # no usage after the end, no exit before it
 
 
 def _worker_row(worker: WorkerView, progress: WorkerProgressRecord | None) -> tuple[Cell, ...]:

@@ -66,14 +66,7 @@ class RunLogs:
                 self._reader, self._places = Reader(self.run, nodes, Choice()), places
             self._reader.look()
             found = self._reader.chosen()
-        return {
-            f"{file.node.rank}/{file.name}": file
-            for file in found
-            if file.node.is_meant(choice.node)
-            and (choice.ranks is None or file.rank in choice.ranks)
-            and choice.round in (None, file.name.round)
-            and file.name.stream in choice.streams
-        }
+        return {f"{file.node.rank}/{file.name}": file for file in found if choice.takes(file)}
 
 
 def _time_at(file: FollowedLog, offset: int) -> float:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
 
 from elaunch.errors import StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import imports
@@ -29,7 +28,7 @@ from elaunch.store.etcd.cluster import EtcdCluster, RevisionHistory, every_job, 
 from elaunch.store.etcd.lease import OwnLease
 from elaunch.store.etcd.records import EtcdMembers, EtcdPlan
 from elaunch.store.etcd.watch import Watcher
-from elaunch.store.protocol import Change, Lease, Post, Store
+from elaunch.store.protocol import Store
 
 _PAUSE = 0.5
 _CLOSE_SECONDS = 1.0
@@ -98,7 +97,10 @@ def _reach(calls: Calls, deadline: float) -> None:
 
 
 class EtcdStore:
-    """The Store (elaunch.store.protocol) of one agent, or of a reader, in etcd."""
+    """The Store (elaunch.store.protocol) of one agent, or of a reader, in etcd.
+
+    Most of its methods are those of its parts.
+    """
 
     def __init__(self, calls: Calls, run_id: str) -> None:
         self._calls = calls
@@ -110,6 +112,10 @@ class EtcdStore:
         self._plan = EtcdPlan(txns, keys, self._watcher, self._news)
         self._own = OwnLease(txns, keys, self._watcher, self._news)
         self._members = EtcdMembers(txns, keys, self._watcher, self._news, leads=self._own.leads)
+        self.latest, self.follow = self._plan.latest, self._plan.follow
+        self.update, self.renew = self._own.update, self._own.renew
+        self.await_leadership = self._own.await_leadership
+        self.members, self.changes = self._members.entries, self._members.changes
 
     @property
     def name(self) -> str:
@@ -126,43 +132,15 @@ class EtcdStore:
         leadership = self._own.leadership
         return leadership is not None and self._plan.publish(version, value, nodes, leadership)
 
-    def latest(self) -> Post | None:
-        """Return the newest post; see Store."""
-        return self._plan.latest()
-
-    def follow(self, after: int, timeout: float) -> Post | None:
-        """Wait for a post newer than ``after``; see Store."""
-        return self._plan.follow(after, timeout)
-
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
         """Write our own entry; see Store. ``ttl`` is rounded up to whole seconds."""
         self._members.forget()
         self._own.enrol(name, value, ttl)
 
-    def update(self, value: bytes) -> None:
-        """Replace the value of our own entry; see Store."""
-        self._own.update(value)
-
-    def renew(self) -> None:
-        """Keep our own entry; see Store."""
-        self._own.renew()
-
     def withdraw(self) -> None:
         """Remove our own entry; see Store."""
         self._own.withdraw()
         self._members.forget()
-
-    def members(self) -> Mapping[str, Lease]:
-        """Return all entries; see Store."""
-        return self._members.entries()
-
-    def changes(self, name: str, timeout: float) -> Sequence[Change]:
-        """Wait for changes of the members; see Store."""
-        return self._members.changes(name, timeout)
-
-    def await_leadership(self, name: str, timeout: float) -> bool:
-        """Wait until we lead; see Store."""
-        return self._own.await_leadership(name, timeout)
 
     def shared(self, offer: bytes = b"") -> bytes:
         """Return the value that all share, or write it; see Store."""
