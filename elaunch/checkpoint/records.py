@@ -106,6 +106,22 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class ShardReport:
+    """A node's report on ``rank``'s shard, to a node that commits the save.
+
+    ``written``: it is on the disk, with this ``manifest``, its bytes as latin-1. ``writing``: it is
+    being written still. ``failed``: it will not come, for this ``problem``.
+    """
+
+    do: Literal["written", "writing", "failed"]
+    stage: Stage
+    rank: int
+    world_size: int
+    manifest: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class ShardHeader:
     """The header of one rank's manifest: all of it but the files.
 

@@ -51,7 +51,7 @@ CLOSING: Final = _WHO.size + PROOF
 
 LINK: Final = b"link"
 ASK: Final = b"ask?"
-PEER: Final = b"cour"
+PEER: Final = b"peer"
 
 
 class Unauthenticated(ConnectionError):
@@ -265,11 +265,11 @@ class StreamListener:
 class Unreached(Exception):
     """No connection was made; the text says why.
 
-    ``how``: ``refused`` (nobody listens there), ``stranger`` (what listens there is not of this
+    ``how``: ``refused`` (nobody listens there), ``foreign`` (what listens there is not of this
     job), ``silent`` (no answer, no way), ``busy`` (it takes no connection until the deadline).
     """
 
-    def __init__(self, how: Literal["refused", "stranger", "silent", "busy"], text: str) -> None:
+    def __init__(self, how: Literal["refused", "foreign", "silent", "busy"], text: str) -> None:
         super().__init__(text)
         self.how = how
 
@@ -320,7 +320,7 @@ def dial(
         except Unauthenticated as error:
             why = str(error)
             if not key_may_change:
-                raise Unreached("stranger", why) from None
+                raise Unreached("foreign", why) from None
         except (ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
             why = error.strerror or str(error)
         except OSError as error:

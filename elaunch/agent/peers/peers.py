@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from elaunch.agent.peers.messages import CHUNK, PeerConnection, Undelivered
 from elaunch.agent.workers.network import listen_for_nodes
-from elaunch.checkpoint.records import Stage
+from elaunch.checkpoint.records import ShardReport
 from elaunch.errors import CheckpointError
 from elaunch.hosts import LOOPBACK, is_loopback
 from elaunch.rendezvous.plan import Plan
@@ -172,30 +172,10 @@ class Peers:
     def _to_node(self, node_rank: int, timeout: float) -> PeerConnection:
         return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
 
-    def send_written(
-        self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
-    ) -> None:
-        """Send the agent of ``node_rank`` the manifest of ``rank``'s shard: it is on the disk."""
-        report = {"stage": asdict(stage), "rank": rank, "manifest": manifest.decode("latin-1")}
+    def report(self, node_rank: int, report: ShardReport, timeout: float) -> None:
+        """Send the agent of ``node_rank`` a report on a shard that is not its own."""
         with self._to_node(node_rank, timeout) as connection:
-            connection.ask({"do": "written", **report})
-
-    def send_failed(
-        self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
-    ) -> None:
-        """Report to it that ``rank``'s shard of the stage will not come."""
-        with self._to_node(node_rank, timeout) as connection:
-            connection.ask(
-                {"do": "failed", "stage": asdict(stage), "rank": rank, "problem": problem}
-            )
-
-    def send_writing(
-        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
-    ) -> None:
-        """Report to it that ``rank``'s shard of the stage is being written still."""
-        report = {"stage": asdict(stage), "rank": rank, "world_size": world_size}
-        with self._to_node(node_rank, timeout) as connection:
-            connection.ask({"do": "writing", **report})
+            connection.ask(asdict(report))
 
     def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
         """Return the ranks whose shards of (step, round, uuid) are in that node's memory."""

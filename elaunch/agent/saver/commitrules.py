@@ -7,13 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Committed, Keep, Stage
+from elaunch.checkpoint.records import Committed, Keep, ShardReport, Stage
 from elaunch.checkpoint.retention import Retiring
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import SaveError, StoreError, StoreUnreachable
@@ -187,7 +187,8 @@ class CommitRules:
         At the end of a round that is no error: the shard is on the disk, and the search for the
         next checkpoint finds it there.
         """
-        self._to_each(shard, lambda node: self._send_written(node, shard, manifest))
+        report = _report_of(shard, "written", manifest=manifest.decode("latin-1"))
+        self._to_each(shard, lambda node: self._send_written(node, report))
 
     def _to_each(self, shard: StagedShard, send: Callable[[int], None]) -> None:
         """Send to each node that commits; then raise the SaveError of the first that failed."""
@@ -200,15 +201,15 @@ class CommitRules:
         if failed:
             raise failed[0]
 
-    def _send_written(self, node_rank: int, shard: StagedShard, manifest: bytes) -> None:
+    def _send_written(self, node_rank: int, report: ShardReport) -> None:
         peers, until = self._setup.peers, time.monotonic() + PEER_S
         while peers is not None:
             try:
-                peers.send_written(node_rank, shard.stage, shard.header.rank, manifest, TRY_S)
+                peers.report(node_rank, report, TRY_S)
                 return
             except SaveError as error:
                 if self.ending:
-                    name = shard.stage.name
+                    name = report.stage.name
                     log.debug("node %d lacks a manifest of %s: %s", node_rank, name, error)
                     return
                 if time.monotonic() >= until:
@@ -218,24 +219,21 @@ class CommitRules:
 
     def failed(self, shard: StagedShard, problem: str) -> None:
         """Report that a shard will not come."""
-        peers, stage = self._setup.peers, shard.stage
+        peers, report = self._setup.peers, _report_of(shard, "failed", problem=problem)
         for node_rank in self._committers(shard):
             if peers is None:
                 return
             try:
-                peers.send_failed(node_rank, stage, shard.header.rank, problem, PEER_S)
+                peers.report(node_rank, report, PEER_S)
             except SaveError as error:
                 text = "node %d does not know that %s failed: %s"
-                log.warning(text, node_rank, stage.name, error)
+                log.warning(text, node_rank, shard.stage.name, error)
 
     def writing(self, shard: StagedShard) -> None:
         """Report that a shard is still being written; SaveError for a node not reached."""
-        peers, stage, header = self._setup.peers, shard.stage, shard.header
+        peers, report = self._setup.peers, _report_of(shard, "writing")
         if peers is not None:
-            self._to_each(
-                shard,
-                lambda node: peers.send_writing(node, stage, header.rank, header.world_size, TRY_S),
-            )
+            self._to_each(shard, lambda node: peers.report(node, report, TRY_S))
 
     def _committers(self, shard: StagedShard) -> list[int]:
         """Return the other nodes that commit the save of this shard, and so wait for it."""
@@ -262,6 +260,12 @@ class CommitRules:
         if gone:
             log.warning("no room for %s: removed %s", shard.stage.final, ", ".join(gone))
         return bool(gone)
+
+
+def _report_of(
+    shard: StagedShard, do: Literal["written", "writing", "failed"], **more: str
+) -> ShardReport:
+    return ShardReport(do, shard.stage, shard.header.rank, shard.header.world_size, **more)
 
 
 def _rule_of(shard: StagedShard) -> Keep | None:

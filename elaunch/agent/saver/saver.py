@@ -10,7 +10,6 @@ memory::
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -19,13 +18,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from elaunch.agent.context import SaverSetup
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.checkpoint.records import Stage
+from elaunch.checkpoint.records import ShardReport
 from elaunch.checkpoint.storage.atonce import start
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
@@ -159,18 +159,16 @@ class AgentSaver:
 
     # ── other agents call, in threads of their connections ───────────────────────────────────────
 
-    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
-        """Note that another node's shard is on the disk."""
-        world_size = int(json.loads(manifest)["world_size"])
-        self._served().queue.written_elsewhere(stage, rank, world_size, manifest)
-
-    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
-        """Note that another node's shard is being written still."""
-        self._served().queue.writing_elsewhere(stage, rank, world_size)
-
-    def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
-        """Note that another node's shard will not come."""
-        self._served().queue.failed_elsewhere(stage, f"rank {rank}: {problem}")
+    def on_report(self, report: ShardReport) -> None:
+        """Note what became of another node's shard."""
+        queue, stage, rank = self._served().queue, report.stage, report.rank
+        if report.do == "written":
+            manifest = report.manifest.encode("latin-1")
+            queue.written_elsewhere(stage, rank, report.world_size, manifest)
+        elif report.do == "writing":
+            queue.writing_elsewhere(stage, rank, report.world_size)
+        else:
+            queue.failed_elsewhere(stage, f"rank {rank}: {report.problem}")
 
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose shards of a checkpoint are in this agent's memory."""
@@ -289,21 +287,8 @@ def serve_peers(saver: AgentSaver, peers: Peers) -> None:
         peers.handle(op, partial(serve, saver))
 
 
-def _on_written(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
-    stage, manifest = Stage(**request["stage"]), str(request["manifest"]).encode("latin-1")
-    saver.on_written(stage, int(request["rank"]), manifest)
-    return {"ok": True}
-
-
-def _on_writing(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
-    stage, world_size = Stage(**request["stage"]), int(request["world_size"])
-    saver.on_writing(stage, int(request["rank"]), world_size)
-    return {"ok": True}
-
-
-def _on_failed(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
-    stage, problem = Stage(**request["stage"]), str(request["problem"])
-    saver.on_failed(stage, int(request["rank"]), problem)
+def _on_report(saver: AgentSaver, _: PeerConnection, request: Fields) -> Fields:
+    saver.on_report(convert(request, ShardReport))
     return {"ok": True}
 
 
@@ -336,9 +321,9 @@ def _on_replica(saver: AgentSaver, connection: PeerConnection, request: Fields) 
 
 
 _FOR_PEERS: Final[Mapping[str, Callable[..., Fields]]] = {
-    "written": _on_written,
-    "writing": _on_writing,
-    "failed": _on_failed,
+    "written": _on_report,
+    "writing": _on_report,
+    "failed": _on_report,
     "held": _on_held,
     "shard": _on_shard,
     "replica": _on_replica,

@@ -49,7 +49,7 @@ class Dialer:
         except Unreached as error:
             texts = {
                 "refused": f"{member} has ended, or has closed its context",
-                "stranger": f"{member} has ended: {error}",
+                "foreign": f"{member} has ended: {error}",
                 "silent": f"{member} does not answer at {where}: {error}",
                 "busy": f"{member} does not take us at {where}: {error}",
             }
@@ -134,7 +134,7 @@ def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
             answer = json.loads(receive(sock, min(length, LONGEST), until))
             return Answer(member, str(answer["text"]), there=True, calls=dict(answer["calls"]))
     except Unreached as error:
-        if error.how in ("refused", "stranger"):
+        if error.how in ("refused", "foreign"):
             return Answer(member, " has ended, or has closed its context", gone=True)
         return Answer(member, " does not answer")
     except (OSError, ValueError, KeyError, TypeError):

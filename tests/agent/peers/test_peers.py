@@ -13,7 +13,7 @@ import pytest
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peer, Peers
 from elaunch.agent.saver import saver as savers
-from elaunch.checkpoint.records import ShardHeader, Stage
+from elaunch.checkpoint.records import ShardHeader, ShardReport, Stage
 from elaunch.errors import SaveError
 from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
 from elaunch.wire.worker import StagedShard
@@ -39,23 +39,15 @@ class Keeper:
     """The saver of one node, as its peers call it."""
 
     shards: dict[tuple[int, int, int], tuple[StagedShard, memoryview]] = field(default_factory=dict)
-    reports: list[tuple[object, ...]] = field(default_factory=list)
+    reports: list[object] = field(default_factory=list)
     room: bytearray = field(default_factory=bytearray)
     served: int = 0
     overwrites: bool = False
     full: bool = False
 
-    def on_written(self, stage: Stage, rank: int, manifest: bytes) -> None:
+    def on_report(self, report: ShardReport) -> None:
         """Note it."""
-        self.reports.append(("written", stage, rank, manifest))
-
-    def on_writing(self, stage: Stage, rank: int, world_size: int) -> None:
-        """Note it."""
-        self.reports.append(("writing", stage, rank, world_size))
-
-    def on_failed(self, stage: Stage, rank: int, problem: str) -> None:
-        """Note it."""
-        self.reports.append(("failed", stage, rank, problem))
+        self.reports.append(report)
 
     def held(self, wanted: tuple[int, int, str]) -> list[int]:
         """Return the ranks whose parts are there."""
@@ -86,19 +78,19 @@ class Keeper:
 
 def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
     """With the manifest's bytes as they were."""
-    manifest = bytes(range(256))
+    manifest = bytes(range(256)).decode("latin-1")
+    sent = [
+        ShardReport("written", STAGE, 5, 6, manifest=manifest),
+        ShardReport("writing", STAGE, 3, 6),
+        ShardReport("failed", STAGE, 3, 6, problem="no space left"),
+    ]
     with agents(3) as made:
         savers = [Keeper() for _ in made]
         for peers, saver in zip(made, savers, strict=True):
             serve_peers(saver, peers)
-        made[2].send_written(0, STAGE, 5, manifest, DEADLINE)
-        made[1].send_writing(0, STAGE, 3, 6, DEADLINE)
-        made[1].send_failed(0, STAGE, 3, "no space left", DEADLINE)
-        assert savers[0].reports == [
-            ("written", STAGE, 5, manifest),
-            ("writing", STAGE, 3, 6),
-            ("failed", STAGE, 3, "no space left"),
-        ]
+        for report in sent:
+            made[2].report(0, report, DEADLINE)
+        assert savers[0].reports == sent
         assert savers[1].reports == savers[2].reports == []
 
 
@@ -143,7 +135,7 @@ def test_an_agent_that_has_ended_is_told_from_one_that_is_silent() -> None:
     with agents(2) as made, socket.create_server((HERE, 0)) as silent:
         made[1].close()
         with pytest.raises(Undelivered, match="nobody listens there") as caught:
-            made[0].send_failed(1, STAGE, 0, "x", DEADLINE)
+            made[0].report(1, ShardReport("failed", STAGE, 0, 6), DEADLINE)
         assert caught.value.gone
         peer = Peer("nodeX", HERE, silent.getsockname()[1])
         with pytest.raises(Undelivered, match=r"nodeX.*cannot be reached: no answer") as caught:
@@ -250,10 +242,10 @@ def test_strangers_learn_nothing_and_stop_nobody() -> None:
         with socket.create_connection((HERE, port)) as sock, pytest.raises(Unauthenticated):
             call_up(sock, b"guessed", port, Caller(PEER, 1), time.monotonic() + DEADLINE)
         idle = [socket.create_connection((HERE, port)) for _ in range(200)]
-        made[1].send_written(0, STAGE, 1, b"{}", DEADLINE)
+        made[1].report(0, ShardReport("written", STAGE, 1, 6, "{}"), DEADLINE)
         for sock in idle:
             sock.close()
-        assert [one[0] for one in saver.reports] == ["written"]
+        assert saver.reports == [ShardReport("written", STAGE, 1, 6, "{}")]
 
 
 @pytest.mark.parametrize(
@@ -283,4 +275,4 @@ def test_requests_without_sense_are_refused(request_: dict[str, object]) -> None
 def test_a_round_without_that_node_has_nobody_to_ask() -> None:
     """A node rank that the plan has not, and an agent without a port."""
     with agents(1) as made, pytest.raises(Undelivered, match="the round has no node 7"):
-        made[0].send_failed(7, STAGE, 0, "x", DEADLINE)
+        made[0].report(7, ShardReport("failed", STAGE, 0, 6), DEADLINE)

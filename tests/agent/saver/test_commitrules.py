@@ -34,7 +34,7 @@ def sent_by(directory: Path, send: Callable[[CommitRules], None]) -> tuple[list[
             raise SaveError("the agent of node host1 is gone")
         reached.append(node_rank)
 
-    peers = SimpleNamespace(send_written=reach, send_writing=reach)
+    peers = SimpleNamespace(report=reach)
     plan: Any = SimpleNamespace(peers=peers, settings=SimpleNamespace(checkpoint_keep=None))
     rules = CommitRules(plan, open_storage(directory), lambda _: None, lambda _: False)
     rules.round = Round(0, 1, plan=PLAN, name="n0")

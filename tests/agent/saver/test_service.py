@@ -25,7 +25,7 @@ from elaunch.agent.saver.service import SaverConnection
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
-from elaunch.checkpoint.records import Checkpoint, ShardHeader, Stage
+from elaunch.checkpoint.records import Checkpoint, ShardHeader, ShardReport, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
@@ -117,20 +117,8 @@ class Agent:
             raise SaveError(f"the agent of node host{node_rank} is gone")
         return peer.saver
 
-    def send_written(
-        self, node_rank: int, stage: Stage, rank: int, manifest: bytes, timeout: float
-    ) -> None:
-        self._peer(node_rank).on_written(stage, rank, manifest)
-
-    def send_writing(
-        self, node_rank: int, stage: Stage, rank: int, world_size: int, timeout: float
-    ) -> None:
-        self._peer(node_rank).on_writing(stage, rank, world_size)
-
-    def send_failed(
-        self, node_rank: int, stage: Stage, rank: int, problem: str, timeout: float
-    ) -> None:
-        self._peer(node_rank).on_failed(stage, rank, problem)
+    def report(self, node_rank: int, report: ShardReport, timeout: float) -> None:
+        self._peer(node_rank).on_report(report)
 
     def ask_held(self, node_rank: int, wanted: tuple[int, int, str], timeout: float) -> list[int]:
         return self._peer(node_rank).held(wanted)
@@ -416,7 +404,8 @@ def test_the_last_save_of_a_job_waits_for_the_other_node(agents: list[Agent]) ->
     from elaunch.checkpoint.records import Image
 
     manifest = storage.write_shard(stage, late.header, [Image("part-1", [b"12345678"])])
-    threading.Timer(0.1, other.send_written, (0, stage, 1, manifest, LONG)).start()
+    report = ShardReport("written", stage, 1, 2, manifest.decode("latin-1"))
+    threading.Timer(0.1, other.report, (0, report, LONG)).start()
     chief.close()
     assert names(agents) == ["step-00000010.r0"]
 
