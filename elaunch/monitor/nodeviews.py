@@ -57,15 +57,7 @@ class JobStacks:
         """Return it for ``elaunch stacks --json``."""
         return {
             "schema": 1,
-            "groups": [
-                {
-                    "ranks": group.ranks,
-                    "main": group.main,
-                    "values": dict(group.values),
-                    "threads": [{"ranks": own, "stack": stack} for own, stack in group.threads],
-                }
-                for group in self.groups
-            ],
+            "groups": [{**group.to_dict(), "values": dict(group.values)} for group in self.groups],
             "problems": [{"ranks": ranks, "text": why} for ranks, why in self.problems],
             "silent": [{"node": node, "text": why} for node, why in self.silent],
         }

@@ -63,7 +63,7 @@ class Hang(Struct, frozen=True):
             "source": self.source,
             "at": self.at,
             "last": list(self.last),
-            "stacks": [_group_dict(group) for group in self.groups],
+            "stacks": [group.to_dict() for group in self.groups],
             "no_stacks": [{"ranks": list(r), "problem": text} for r, text in self.problems],
         }
 
@@ -380,13 +380,5 @@ def _follows_dict(begun: Round) -> dict[str, Any]:
 
 
 def _scene_dict(scene: Scene) -> dict[str, Any]:
-    stacks = [_group_dict(group) for group in scene.groups]
+    stacks = [group.to_dict() for group in scene.groups]
     return {"collectives": scene.sentence or None, "stacks": stacks}
-
-
-def _group_dict(group: StackGroup) -> dict[str, Any]:
-    return {
-        "ranks": list(group.ranks),
-        "main": list(group.main),
-        "threads": [{"ranks": list(ranks), "stack": list(stack)} for ranks, stack in group.threads],
-    }

@@ -65,6 +65,11 @@ class StackGroup(Struct, frozen=True):
     threads: tuple[tuple[tuple[int, ...], Stack], ...] = ()
     values: tuple[tuple[str, Stack], ...] = ()
 
+    def to_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data, without the variables."""
+        threads = [{"ranks": list(own), "stack": list(stack)} for own, stack in self.threads]
+        return {"ranks": list(self.ranks), "main": list(self.main), "threads": threads}
+
 
 def is_whole(text: str) -> bool:
     """Whether a dump of faulthandler has come to its end, as far as can be seen."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from signal import SIGTERM
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from msgspec.structs import asdict
 
@@ -119,19 +119,28 @@ class StatusRecord:
         nodes in it, for a command that shows them.
         """
         published: dict[str, Any] = json.loads(self._published)
-        now: dict[str, object] = {
+        live = published["state"] not in FINAL_STATES
+        published |= self._measured(ask, timing=live)
+        if address := self.pages():
+            published["dashboard"] = address
+        if ask and self._nodes:
+            published["nodes"] = _nodes(self._nodes)
+        if live:
+            self._note_lasted(published)
+            if (awaited := self.awaited()) is not None:
+                published["awaited"] = awaited
+        return published
+
+    def _measured(self, ask: bool, *, timing: bool = True) -> dict[str, Any]:
+        """Return the fields whose values others know, as far as they know them now."""
+        found = {
             "progress": self._progress(),
             "lateness": self._lateness(ask),
             "saves": self._saves(),
+            "timing": self._timing() if timing else None,
             "name": self._name() or None,
-            "dashboard": self.pages() or None,
         }
-        if ask:
-            now["nodes"] = _nodes(self._nodes) or None
-        if published["state"] not in FINAL_STATES:
-            now["timing"], now["awaited"] = self._timing(), self.awaited()
-            self._note_lasted(published)
-        return published | {name: found for name, found in now.items() if found is not None}
+        return {name: value for name, value in found.items() if value is not None}
 
     def see(self, turn: Turn) -> None:
         """Write down what the turn has changed."""
@@ -209,19 +218,7 @@ class StatusRecord:
     def write(self) -> None:
         """Replace the record on disk and for readers of the socket."""
         self._note_lasted(self._record)
-        found = self._progress()
-        if found is not None:
-            self._record["progress"] = found
-        lateness = self._lateness(False)
-        if lateness is not None:
-            self._record["lateness"] = lateness
-        saves = self._saves()
-        if saves is not None:
-            self._record["saves"] = saves
-        timing = self._timing()
-        if timing is not None:
-            self._record["timing"] = timing
-        self._record["name"] = self._name() or self._record["name"]
+        cast("dict[str, Any]", self._record).update(self._measured(False))
         self._published = _packed(self._record)
         self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)
 
