@@ -227,7 +227,7 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
     Where several runs have the id: the newest that is live on this machine, else one that may be
     live elsewhere, else the newest. Raises UsageError with the nearest names.
     """
-    if os.sep in run and _is_file(run, STATE_FILE):
+    if os.sep in run and _has_record(run):
         return RunDir(Path(run).absolute())
     runs = records(environ)
     ids = list(dict.fromkeys(_run_id(*one) for one in runs))
@@ -300,9 +300,9 @@ def _of_id(run_id: str, environ: Mapping[str, str]) -> Iterator[Record]:
             yield record
 
 
-def _is_file(directory: str, name: str) -> bool:
+def _has_record(directory: str) -> bool:
     try:
-        return stat.S_ISREG(os.stat(os.path.join(directory, name)).st_mode)
+        return stat.S_ISREG(os.stat(os.path.join(directory, STATE_FILE)).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:

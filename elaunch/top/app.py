@@ -71,7 +71,7 @@ class TopApp(App[None]):
         self._due = asyncio.Event()
         # Not looked up: a reading may come when the screen is closed and has nothing left in it.
         self._header = Static(id="header", markup=False)
-        self._tree = RowList(id="tree")
+        self._tree = RowList()
         self._detail = VerticalScroll(id="detail")
         self._chosen = Static(id="chosen", markup=False)
         self._field = Input(placeholder="rank 3, FAILED, a host", id="filter")

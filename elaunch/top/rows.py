@@ -50,8 +50,8 @@ class RowList(ScrollView):
             self.row = row
             self.open = is_open
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="tree")
         self._rows: Sequence[TreeRow] = ()
         self._at = 0
         self.key: Key = JOB

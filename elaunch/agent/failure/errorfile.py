@@ -95,18 +95,13 @@ def write_launcher_file(
     return _write(environ, record)
 
 
-def write_launcher_error(
-    environ: Mapping[str, str], error: BaseException, exitcode: int | None = None
-) -> bool:
-    """Write an error of the launcher itself to its own error file; True if it was written.
+def write_launcher_error(environ: Mapping[str, str], error: BaseException) -> bool:
+    """Write what ends the launcher itself to its own error file; True if it was written.
 
-    Args:
-        environ: the launcher's environment; without the variable nothing is done.
-        error: what ends the launcher.
-        exitcode: the launcher's exit code, if known.
+    Without the variable in its environment nothing is done.
     """
     callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return _write(environ, _record(f"{type(error).__name__}: {error}", callstack, exitcode))
+    return _write(environ, _record(f"{type(error).__name__}: {error}", callstack, None))
 
 
 def _content(path: str) -> bytes:

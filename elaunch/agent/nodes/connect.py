@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,13 +66,19 @@ def join(
     settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
     opener = _prepared(settings, rendezvous, own_addr, group, stack)
-    peers = _listening(Peers(own_addr, settings.run_id, rendezvous.secret), stack)
+    peers = Peers(own_addr, settings.run_id, rendezvous.secret)
+    peers.start()
+    stack.callback(peers.close)
     search, rests = _search(context, peers, saver.finisher)
     world = World(_post(context, peers, group), search, group.fence)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
     agreed = rules(settings, rendezvous, opener.hosts, killed_in)
-    key_of = partial(_key_of, opener, settings.run_id)
-    meeting = Meeting(_store_opener(opener, peers, group), agreed, key_of, world)
+    meeting = Meeting(
+        _store_opener(opener, peers, group),
+        agreed,
+        lambda: records.key_of(opener.secret, settings.run_id),
+        world,
+    )
     saver.meet(meeting.read_plan, peers)
     hangs.meet(OtherNodes(peers, hangs.places, hangs.failed))
     views.meet(peers)
@@ -94,16 +99,6 @@ def join(
     )
     stack.callback(meeting.leave, LEAVE_DEADLINE)
     return publisher
-
-
-def _listening(peers: Peers, stack: contextlib.ExitStack) -> Peers:
-    peers.start()
-    stack.callback(peers.close)
-    return peers
-
-
-def _key_of(opener: StoreOpener, run_id: str) -> bytes | None:
-    return records.key_of(opener.secret, run_id)
 
 
 def _search(

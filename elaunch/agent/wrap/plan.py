@@ -49,13 +49,11 @@ class WrapRequest:
 class WrapPlan:
     """One wrapped rank: what is started, in which environment, and where its output goes.
 
-    ``numbers`` is None where the rank alone is known. ``launched`` says that a launcher of the
-    table started this process, as its parent.
+    ``launched`` says that a launcher of the table started this process, as its parent.
     """
 
     command: tuple[str, ...]
     rank: int
-    numbers: Numbers | None
     job: str
     round: int
     environ: Mapping[str, str]
@@ -102,7 +100,6 @@ def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
     return WrapPlan(
         command=request.command,
         rank=rank,
-        numbers=numbers,
         job=job,
         round=restarts,
         environ={**environ, **variables},

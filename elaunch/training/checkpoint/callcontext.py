@@ -206,13 +206,11 @@ class SaveRequest:
     size: int = 0
 
 
-def as_given(
-    metadata: Any, keep: Keep | int | None, timeout: float | None, what: str
-) -> SaveRequest:
-    """Return what the script asks for; what is wrong with the metadata is raised on all ranks."""
+def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None) -> SaveRequest:
+    """Return what store_path is asked for; bad metadata is raised on all ranks, later."""
     step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
     number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
-    return SaveRequest(number, metadata, _rule(keep), timeout, what)
+    return SaveRequest(number, metadata, _rule(keep), timeout, "store_path")
 
 
 def at_step(

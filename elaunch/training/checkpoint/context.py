@@ -119,7 +119,7 @@ class CheckpointContext:
         """
         if not shard:
             paths.refuse_unless_chief(self._session.distributed.rank)
-        request = as_given(metadata, keep, timeout, "store_path")
+        request = as_given(metadata, keep, timeout)
         store = paths.store_together if shard else paths.store_alone
         with self._section():
             call = self._session.together(timeout) if shard else self._session.alone()
