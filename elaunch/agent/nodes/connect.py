@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,12 +74,8 @@ def join(
     world = World(_post(context, peers, group), search, group.fence)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
     agreed = rules(settings, rendezvous, opener.hosts, killed_in)
-    meeting = Meeting(
-        _store_opener(opener, peers, group),
-        agreed,
-        lambda: records.key_of(opener.secret, settings.run_id),
-        world,
-    )
+    key = partial(_key_of, opener, settings.run_id)
+    meeting = Meeting(_store_opener(opener, peers, group), agreed, key, world)
     saver.meet(meeting.read_plan, peers)
     hangs.meet(OtherNodes(peers, hangs.places, hangs.failed))
     views.meet(peers)
@@ -99,6 +96,10 @@ def join(
     )
     stack.callback(meeting.leave, LEAVE_DEADLINE)
     return publisher
+
+
+def _key_of(opener: StoreOpener, run_id: str) -> bytes | None:
+    return records.key_of(opener.secret, run_id)
 
 
 def _search(
