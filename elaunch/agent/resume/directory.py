@@ -11,7 +11,6 @@ both the search and the saver, so that the lock is taken once.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.checkpoint import layout
+from elaunch.checkpoint.storage.files import text_in
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, SaveError, UsageError
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from elaunch.checkpoint.ownership import Origin
     from elaunch.checkpoint.records import PassedOver
     from elaunch.checkpoint.storage.storage import Storage, StorageLock
-
-MOST: Final = 1 << 20
-"""Bytes that a run.json or metadata.json may have to be looked at."""
 
 CLOSE_S: Final = 2.0
 """Seconds at the end for the storage to take the lock back; the process's end gives it back too."""
@@ -100,11 +97,11 @@ class DirectoryFinisher:
                 self._locks[root] = storage.lock(self._job)
             except SaveError:
                 several = self._settings.rendezvous is not None
-                run_id = _text_in(storage.place, layout.RUN, "run_id")
+                run_id = text_in(storage.place, layout.RUN, "run_id")
                 if not several or run_id != self._settings.run_id:
                     raise
                 # An id that is not known is no proof of another job.
-                holder = _text_in(storage.place, layout.LOCK, "job")
+                holder = text_in(storage.place, layout.LOCK, "job")
                 ours = not holder or not self.jobs or holder in self.jobs
                 if last and not ours:
                     raise
@@ -233,17 +230,4 @@ def _is_own(root: Path, path: Path, run_id: str | None) -> bool:
     """Return whether this is a checkpoint in elaunch's layout, and of this run."""
     if path.parent != root or layout.parse_step_name(path.name) is None:
         return False
-    return run_id in (None, _text_in(path, layout.METADATA, "run_id"))
-
-
-def _text_in(root: Path | str, name: str, key: str) -> str | None:
-    """Return the text that a document of the directory has at ``key``, None if it has none."""
-    if isinstance(root, str):
-        return None
-    try:
-        with open(root / name, "rb") as file:
-            document = json.loads(file.read(MOST))
-    except (OSError, ValueError, RecursionError):
-        return None
-    found = document.get(key) if isinstance(document, dict) else None
-    return found if isinstance(found, str) else None
+    return run_id in (None, text_in(path, layout.METADATA, "run_id"))

@@ -70,6 +70,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_limited(path, JSON_LIMIT), path.name)
 
 
+def text_in(place: Path | str, name: str, key: str) -> str:
+    """Return the text at ``key`` of a document of a directory; "" where there is none to read.
+
+    Nothing is asked of a URL.
+    """
+    try:
+        found = None if isinstance(place, str) else read_json(place / name).get(key)
+    except (OSError, CheckpointError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
 def parse_json(content: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object in ``content``, the bytes of the file called ``name``."""
     if not content.strip(b"\0 \t\r\n"):

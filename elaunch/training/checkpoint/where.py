@@ -38,7 +38,7 @@ from elaunch import env
 from elaunch.checkpoint import layout, probe, retention
 from elaunch.checkpoint.records import Keep
 from elaunch.checkpoint.search.locations import default_location, parse_location
-from elaunch.checkpoint.storage.files import read_json
+from elaunch.checkpoint.storage.files import text_in
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, StorageLock
 from elaunch.errors import CheckpointError, SaveError, UsageError
 from elaunch.training.checkpoint.callcontext import KnownCheckpoints
@@ -125,7 +125,7 @@ def take(storage: Storage, info: Info, run_id: str, given: bool) -> DirectoryOwn
     """
     has_agent = info.launcher == "elaunch"
     if not given and not has_agent:
-        run_id = _owner(storage.place) or run_id
+        run_id = text_in(storage.place, layout.RUN, "run_id") or run_id
     storage.prepare(run_id, given)
     if has_agent:
         return DirectoryOwner(run_id, info.round)
@@ -155,7 +155,7 @@ def finish(storage: Storage, run_id: str, given: bool) -> None:
 
     Of another run's directory nothing is touched, nor of one that cannot be written to.
     """
-    if given and _owner(storage.place) not in ("", run_id):
+    if given and text_in(storage.place, layout.RUN, "run_id") not in ("", run_id):
         return
     try:
         with contextlib.closing(storage.lock()):
@@ -230,17 +230,6 @@ def print_default(place: Location, given: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _owner(place: Location) -> str:
-    """Return the run id in the directory's run.json; empty without one."""
-    if isinstance(place, str):
-        return ""
-    try:
-        found = read_json(place / layout.RUN).get("run_id")
-    except (OSError, CheckpointError):
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _look(distributed: DistributedContext, place: Path, mark: str, local: bool) -> None:

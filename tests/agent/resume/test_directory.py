@@ -288,3 +288,21 @@ def test_a_directory_that_has_gone(
         finisher.lock(storage)
     assert sorted(place.glob("*")) == left
     finisher.close()
+
+
+def test_a_pipe_in_the_place_of_a_document_holds_no_round_up(
+    settings: Settings, storage: Storage
+) -> None:
+    """Nobody ever writes to it: the search goes on without what is there."""
+    path = Path(storage.place) / "step-00000020.r0"
+    path.mkdir()
+    (path / layout.COMMIT).write_text("{}")
+    os.mkfifo(path / layout.METADATA)
+    done = threading.Event()
+
+    def search() -> None:
+        latest.look(settings, DirectoryFinisher(settings), Search())
+        done.set()
+
+    threading.Thread(target=search, daemon=True).start()
+    assert done.wait(20.0)

@@ -19,6 +19,7 @@ from elaunch.checkpoint.storage.files import (
     regular_size,
     sounds_like_checkpoint,
     step_in_name,
+    text_in,
     whole_number,
 )
 from elaunch.errors import CheckpointError
@@ -150,3 +151,16 @@ def test_finished_names_are_not_temporary() -> None:
 def test_what_people_take_for_a_checkpoint() -> None:
     names = ["step_5", "checkpoint-5", "ckpt5", "120", "logs_2024", "version_0", "run12"]
     assert [sounds_like_checkpoint(name) for name in names] == [True] * 4 + [False] * 3
+
+
+def test_the_text_in_a_document(tmp_path: Path) -> None:
+    """Of what has none, or would hold a reader up, nothing is returned."""
+    (tmp_path / "run.json").write_text('{"run_id": "digits", "created": 1.0}')
+    assert text_in(tmp_path, "run.json", "run_id") == "digits"
+    assert text_in(tmp_path, "run.json", "created") == ""
+    assert text_in(tmp_path, "gone.json", "run_id") == ""
+    assert text_in("s3://bucket/run", "run.json", "run_id") == ""
+    (tmp_path / "torn.json").write_text('{"run_id": "dig')
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("torn.json", "pipe.json"):
+        assert text_in(tmp_path, name, "run_id") == ""

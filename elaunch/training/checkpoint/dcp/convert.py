@@ -26,13 +26,12 @@ from typing import Any
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats.dcp import METADATA
 from elaunch.checkpoint.storage.durable import sync_directory
-from elaunch.checkpoint.storage.files import read_json
+from elaunch.checkpoint.storage.files import text_in
 from elaunch.checkpoint.storage.storage import (
     Committed,
     Location,
     ShardHeader,
     Stage,
-    Storage,
     open_storage,
 )
 from elaunch.errors import CheckpointError
@@ -272,7 +271,8 @@ def import_file(
         CheckpointError, OSError: as for :func:`from_torch_file`; no checkpoint is left behind.
     """
     began, storage = time.time(), open_storage(place)
-    owner = run_id or _owner(place, storage) or NOBODY
+    owner = run_id or text_in(place, layout.RUN, "run_id")
+    owner = owner or next((found.run_id for found in storage.newest_first()), "") or NOBODY
     storage.prepare(owner, given=run_id is not None)
     with contextlib.closing(storage.lock()):
         rounds = [found.round for found in storage.listed() if found.step == step]
@@ -291,14 +291,6 @@ def import_file(
 
 def _no_fence() -> None:
     """Let every commit pass: under the lock nobody else writes here."""
-
-
-def _owner(place: Location, storage: Storage) -> str:
-    """Return the run that has the directory, "" if none has."""
-    if isinstance(place, Path):
-        with contextlib.suppress(FileNotFoundError):
-            return str(read_json(place / layout.RUN).get("run_id") or "")
-    return next((found.run_id for found in storage.newest_first()), "")
 
 
 def _first(failures: object) -> str:
