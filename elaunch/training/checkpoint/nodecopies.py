@@ -33,7 +33,7 @@ from elaunch.checkpoint.storage.durable import (
     temporary_name,
     write_file,
 )
-from elaunch.checkpoint.storage.files import inside, regular_size
+from elaunch.checkpoint.storage.files import inside, open_regular, regular_size
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.together import Step, together
@@ -138,7 +138,7 @@ def _pieces(
 
 
 def _read(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(PIECE):
             yield piece
 
