@@ -47,7 +47,7 @@ from elaunch.checkpoint.nodelocal import (
 )
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.commit import read_stage
-from elaunch.checkpoint.storage.durable import sync_directory
+from elaunch.checkpoint.storage.durable import put_in_place
 from elaunch.checkpoint.storage.files import inside, open_regular, read_json
 from elaunch.errors import CheckpointError
 
@@ -219,9 +219,14 @@ class LocalCopies:
         for number, one in enumerate(files):
             fetched = scratch / f"{number}"
             sources.fetch(one, fetched)
-            _put(fetched, inside(made, one.entry.path, "a file") if one.entry.path else made)
+            if one.entry.path:
+                inside(made, one.entry.path, "a file")
+                made.mkdir(exist_ok=True)
+                put_in_place(fetched, made, one.entry.path)
+            else:  # the checkpoint is one file
+                os.rename(fetched, made)
         self._set_aside(path)
-        _put(made, path)
+        put_in_place(made, self._root, str(path.relative_to(self._root)))
 
     def _complete(
         self, path: Path, files: Sequence[WholeFile], scratch: Path, sources: NodeSources
@@ -238,12 +243,12 @@ class LocalCopies:
             target = inside(path, one.entry.path, "a file")
             self._check_within(target.parent)
             if one.entry.path in (layout.METADATA, layout.COMMIT):
-                pair.append((fetched, target))
+                pair.append((fetched, one.entry.path))
             else:
                 self._set_aside(target)
-                _put(fetched, target)
-        for fetched, target in pair:
-            _put(fetched, target)
+                put_in_place(fetched, path, one.entry.path)
+        for fetched, document in pair:
+            put_in_place(fetched, path, document)
 
     def _set_aside(self, path: Path) -> None:
         """Put what is in the way into the quarantine, under a name of its own."""
@@ -338,21 +343,3 @@ def _is(path: Path, digest: str) -> bool:
         return read_json(path / layout.COMMIT).get("digest") == digest
     except (OSError, CheckpointError):
         return False
-
-
-def _put(fetched: Path, target: Path) -> None:
-    """Move a file or a directory to where it belongs, and have that on the disk."""
-    for directory in _missing(target.parent):
-        directory.mkdir()
-        sync_directory(directory.parent)
-    os.rename(fetched, target)
-    sync_directory(target.parent)
-
-
-def _missing(directory: Path) -> list[Path]:
-    """Return the directories that have to be made for this one to be, the outermost first."""
-    missing = []
-    while not directory.is_dir():
-        missing.append(directory)
-        directory = directory.parent
-    return missing[::-1]

@@ -253,6 +253,14 @@ def sync_parents(directory: Path, relatives: Sequence[str]) -> None:
             sync_directory(directory / parent)
 
 
+def put_in_place(source: Path, directory: Path, relative: str) -> None:
+    """Move a file or a directory below ``directory``, and have that on the disk."""
+    make_parents(directory, relative)
+    os.rename(source, directory / relative)
+    sync_parents(directory, [relative])
+    sync_directory(directory)
+
+
 def read_patiently(read: Callable[[], _T], patience: float) -> _T:
     """Return ``read()``, again and again for ``patience`` seconds while the file is not there.
 
