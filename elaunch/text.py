@@ -122,6 +122,14 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"{'rank' if len(known) == 1 else 'ranks'} {', '.join(words)}{behind}"
 
 
+def on_ranks(values: Iterable[tuple[int, object]]) -> list[str]:
+    """Return "120 on ranks 0-3" and "121 on rank 4" of what each rank has."""
+    having: dict[str, list[int]] = {}
+    for rank, value in values:
+        having.setdefault(str(value), []).append(rank)
+    return [f"{value} on {ranks(of)}" for value, of in having.items()]
+
+
 def duration(seconds: float) -> str:
     """Write a length of time: ``0.05 s``, ``12 s``, ``3m 12s``, ``2h 05m``, ``3d 04h``."""
     if not abs(seconds) < LONGEST_S:  # NaN is not below anything

@@ -19,6 +19,7 @@ from elaunch.text import (
     is_secret,
     listed,
     moment,
+    on_ranks,
     one_line,
     ranks,
     size,
@@ -177,3 +178,12 @@ def test_moment_names_the_day_only_where_it_is_another() -> None:
     assert moment(now - 86_400, now) == "Nov 20 12:00"
     assert moment(now - 400 * 86_400, now) == "2025-10-17"
     assert date(now) == "2026-11-21 12:00:00"
+
+
+def test_what_each_rank_has() -> None:
+    """Equal values are named once, in the order of their first ranks."""
+    assert on_ranks(enumerate([120, 120, 121, 120, 120])) == [
+        "120 on ranks 0, 1, 3, 4",
+        "121 on rank 2",
+    ]
+    assert on_ranks([]) == []

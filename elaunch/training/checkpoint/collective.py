@@ -272,11 +272,8 @@ def check_new(call: CallContext, step: int) -> None:
 
 def check_steps(what: str, steps: list[int]) -> None:
     """Raise SaveError, the same on all ranks, unless all are at one step."""
-    first: dict[int, int] = {}
-    for rank, step in enumerate(steps):
-        first.setdefault(step, rank)
-    if len(first) > 1:
-        given = ", ".join(f"{step} on rank {rank}" for step, rank in first.items())
+    if len(set(steps)) > 1:
+        given = ", ".join(text.on_ranks(enumerate(steps)))
         raise SaveError(
             f"{what}: {layout.STEPS_COMPLETED} differs: {given}; all ranks save the same step"
         )

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from elaunch import text
 from elaunch.checkpoint.assemble import merge_metadata
 from elaunch.checkpoint.storage.storage import Committed, Image, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
@@ -298,7 +299,7 @@ def _begun(
 def _check_block(what: str, given: list[bool]) -> None:
     """Raise SaveError unless all ranks wait for the commit, or none does."""
     if len(set(given)) > 1:
-        values = ", ".join(f"{block} on rank {given.index(block)}" for block in (True, False))
+        values = ", ".join(text.on_ranks(enumerate(given)))
         raise SaveError(f"{what}: block differs: {values}; all ranks make the same call")
 
 

@@ -216,12 +216,9 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
         return []
     problems = []
     for key in dict.fromkeys(key for found in everyone for key in found):
-        ranks: dict[str, list[int]] = {}
-        for rank, found in enumerate(everyone):
-            ranks.setdefault(found.get(key, "missing"), []).append(rank)
-        if len(ranks) > 1:
-            words = [f"{kind} on {text.ranks(of)}" for kind, of in ranks.items()]
-            problems.append(f"{key} is {', '.join(words)}")
+        held = text.on_ranks(enumerate(found.get(key, "missing") for found in everyone))
+        if len(held) > 1:
+            problems.append(f"{key} is {', '.join(held)}")
     return problems
 
 

@@ -243,7 +243,8 @@ def settle(
             ranks = "; ".join(text.ranks(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
-            problems.append(f"{key} is {_values_of(holders, values)}")
+            held = text.on_ranks(zip(holders, map(_short, values), strict=True))
+            problems.append(f"{key} is {', '.join(held[:4])}")
     if problems:
         raise SaveError(
             f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
@@ -254,15 +255,6 @@ def settle(
 def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
     value, problem = guarded(lambda: archives.unpack(archive, also), "reading a value back")
     return value if problem is None else problem
-
-
-def _values_of(holders: Sequence[int], values: Sequence[Any]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in zip(holders, values, strict=True):
-        ranks_of.setdefault(_short(value), []).append(rank)
-    return ", ".join(
-        f"{value} on {text.ranks(ranks)}" for value, ranks in list(ranks_of.items())[:4]
-    )
 
 
 def _short(value: Any) -> str:
