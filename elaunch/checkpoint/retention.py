@@ -34,6 +34,8 @@ from elaunch.checkpoint.records import Committed, Keep, Location
 from elaunch.checkpoint.storage.storage import ReadBefore, Storage
 from elaunch.errors import CheckpointError
 
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # of a pipe, too, nobody waits for the other end
+
 log = logging.getLogger("elaunch")
 
 
@@ -190,7 +192,7 @@ def reading(place: Location) -> Iterator[None]:
     if isinstance(place, str):
         yield
         return
-    descriptor = os.open(place / layout.COMMIT, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(place / layout.COMMIT, _READ)
     try:
         locked = _lock(descriptor, fcntl.LOCK_SH)
         # A deleter has renamed it by then; it may have gone before it was locked.
@@ -224,7 +226,7 @@ def _open_to_claim(path: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(path, _READ)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

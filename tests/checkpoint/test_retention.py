@@ -7,7 +7,9 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -341,3 +343,19 @@ def test_no_locks_at_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with retention.reading(place):
         assert is_free(place)
     assert is_free(place / "gone")
+
+
+@pytest.mark.parametrize("locks", [retention.reading, retention.claimed])
+def test_a_pipe_in_the_place_of_the_commit_holds_nobody_up(
+    tmp_path: Path, locks: Callable[[Path], AbstractContextManager[object]]
+) -> None:
+    """Nobody ever opens its other end; what is wrong with it others say."""
+    os.mkfifo(tmp_path / layout.COMMIT)
+    done = threading.Event()
+
+    def lock() -> None:
+        with locks(tmp_path):
+            done.set()
+
+    threading.Thread(target=lock, daemon=True).start()
+    assert done.wait(20.0)
