@@ -28,7 +28,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import dump
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.storage.durable import sync_directory, write_document
-from elaunch.checkpoint.storage.files import read_json
+from elaunch.checkpoint.storage.files import text_in
 from elaunch.checkpoint.storage.objects import Objects
 from elaunch.errors import CheckpointError
 
@@ -144,15 +144,11 @@ def put_aside_list(root: Path) -> list[tuple[str, str]]:
         entries = sorted(os.scandir(root / layout.QUARANTINE), key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
-    return [(entry.name, _reason(Path(entry.path))) for entry in entries if entry.is_dir()]
-
-
-def _reason(path: Path) -> str:
-    try:
-        reason = read_json(path.with_name(f"{path.name}{layout.REASON}")).get("reason")
-    except (OSError, CheckpointError):
-        return UNKNOWN
-    return reason if isinstance(reason, str) else UNKNOWN
+    names = [entry.name for entry in entries if entry.is_dir()]
+    quarantine = root / layout.QUARANTINE
+    return [
+        (name, text_in(quarantine, f"{name}{layout.REASON}", "reason") or UNKNOWN) for name in names
+    ]
 
 
 log = logging.getLogger(__name__)
