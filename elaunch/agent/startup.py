@@ -44,7 +44,8 @@ def run(settings: Settings, detached: Detached | None = None) -> int:
         if "start new thread" not in str(error):
             raise
         limits = "see the limits on processes (ulimit -u, pids.max)"
-        raise ElaunchError(f"no thread can be started on this node: {limits}") from error
+        text = f"no thread can be started on this node: {limits}"
+        raise ElaunchError(text, code="E-PROCESS-LIMIT") from error
     finally:
         _end_unused()
 

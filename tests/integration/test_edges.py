@@ -336,6 +336,7 @@ def test_no_room_for_the_agents_threads(elaunch: Launcher, left: int) -> None:
     done = elaunch.start_command(argv).wait()
     assert done.returncode == 70, done.stderr
     assert "no thread can be started on this node: see the limits on processes" in done.stderr
+    assert "(elaunch explain E-PROCESS-LIMIT)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

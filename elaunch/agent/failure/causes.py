@@ -230,7 +230,9 @@ _SCRIPT: Final = (
         "Raise ulimit -u or the container's pids limit, or use fewer threads (OMP_NUM_THREADS) and "
         "DataLoader workers.",
         r"can't start new thread|BlockingIOError: \[Errno 11\]|pthread_create failed"
-        r"|Thread creation failed",
+        r"|Thread creation failed|what\(\):\s+Resource temporarily unavailable",
+        start="the limit leaves the agent no thread: `ulimit -u` counts what the user runs on the "
+        "whole machine, pids.max what runs in the container.",
     ),
     Cause(
         "E-THREAD-AT-EXIT",

@@ -80,7 +80,11 @@ MESSAGES = {
     "E-ARGUMENTS": ["train.py: error: unrecognized arguments: --epoch 3"],
     "E-MAIN-GUARD": ["An attempt has been made to start a new process before the"],
     "E-PICKLE": ["AttributeError: Can't get local object 'main.<locals>.Data'"],
-    "E-PROCESS-LIMIT": ["RuntimeError: can't start new thread"],
+    "E-PROCESS-LIMIT": [
+        "RuntimeError: can't start new thread",
+        "terminate called after throwing an instance of 'std::system_error'\n"
+        "  what():  Resource temporarily unavailable",
+    ],
     "E-THREAD-AT-EXIT": ["terminate called without an active exception"],
     "E-PORT-IN-USE": [
         "DistNetworkError: listen failed. EADDRINUSE, address already in use",
