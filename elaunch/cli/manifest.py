@@ -13,15 +13,16 @@ from typing import Any, Final
 
 import click
 
+from elaunch.cli.duration import DAY_S, up_to
 from elaunch.cli.run import SPELLINGS, Line, parse
 from elaunch.cli.schedulers import MARGIN_S, TARGETS, ScheduledJob, to_yaml
-from elaunch.config import checks, command, settings, values
+from elaunch.config import checks, command, settings
 from elaunch.config.flags.flag import Answers, collect
 from elaunch.config.flags.table import TABLE
 from elaunch.endings import PREEMPTED
 from elaunch.errors import UsageError
 
-LONGEST_DAYS: Final = 9999
+LONGEST_S: Final = 9999 * DAY_S
 _MEETING: Final = frozenset(
     "standalone node-rank master-addr master-port local-addr detach dry-run workdir".split()
 )
@@ -55,6 +56,9 @@ def read(words: Sequence[str], **given: Any) -> ScheduledJob:
         if not _is_text(word):
             raise UsageError(f"{word!r} has bytes in it that are no text in UTF-8")
     chosen = command.choose(line.command, file.entrypoint, answers)
+    if chosen.is_open_here:
+        why = f"script {chosen.shown}: no scheduler has this open file"
+        raise UsageError(f"{why}; save it to a file", code="E-NO-SCRIPT")
     flags = [_flag(name, text) for name, text in line.flags.items() if name not in _SIZE]
     if given["claim"] and not _can_be_mounted_at(str(answers["checkpoint-dir"] or "")):
         what = "an absolute path that is not / or /dev/shm and has no ':'"
@@ -115,17 +119,6 @@ def label(text: str) -> str:
     return plain if plain[:1].isalpha() else f"train-{plain}".strip("-")
 
 
-def _seconds(_: click.Context, __: click.Parameter, value: str) -> int:
-    """Return the seconds of a text such as 90, 30m, 4h or 2d."""
-    try:
-        seconds = values.moment(f"+{value}").after or 0
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no duration such as 90, 30m, 4h or 2d") from None
-    if seconds > LONGEST_DAYS * 86_400:
-        raise click.BadParameter(f"{value!r} is longer than {LONGEST_DAYS} days")
-    return int(seconds)
-
-
 class _Manifest(click.Command):
     """Names the place of a flag of ``elaunch run`` that stands before the target."""
 
@@ -157,14 +150,14 @@ class _Manifest(click.Command):
 )
 @click.option(
     *("--time", "limit"),
-    callback=_seconds,
+    callback=up_to(LONGEST_S),
     default="0",
     metavar="DURATION",
     help="Time limit of the job, as in 30m, 4h, 2d.  [default: none]",
 )
 @click.option(
     "--lead",
-    callback=_seconds,
+    callback=up_to(LONGEST_S),
     default="2m",
     metavar="DURATION",
     help="Time from the request to save to the end.  [default: 2m]",
@@ -183,6 +176,7 @@ def manifest(target: str, words: tuple[str, ...], **given: Any) -> None:
     After the target come the flags of `elaunch run`, the script and its arguments.
     """
     image, claim = given["image"], given["claim"]
+    given |= {name: int(given[name]) for name in ("limit", "lead")}
     if target == "slurm" and (image or claim):
         raise UsageError(f"--{'image' if image else 'claim'}: is for pods; slurm has none")
     if target != "slurm" and not re.fullmatch(r"[^\s-]\S*", image):

@@ -10,19 +10,22 @@ from typing import Final
 
 import click
 
+from elaunch.cli.duration import DAY_S, up_to
 from elaunch.errors import UsageError
 from elaunch.wire.worker import MOST_SECONDS
 
 TIMED_OUT: Final = 1
+LONGEST_WAIT_S: Final = 24 * DAY_S
+"""The longest that poll() can wait."""
 
 
 @click.command("stop")
 @click.argument("run", metavar="RUN")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.0),
-    metavar="SECONDS",
-    help="Seconds to wait for its end; 0: do not wait.  [default: no limit]",
+    callback=up_to(LONGEST_WAIT_S),
+    metavar="DURATION",
+    help="Time to wait for its end, as 90, 30m, 1h; 0: do not wait.  [default: no limit]",
 )
 def stop(run: str, timeout: float | None) -> int:
     """End the job RUN on this node, and wait for its end.
@@ -75,9 +78,9 @@ def _asked(run: str, request: dict[str, object], verb: str) -> None:
 )
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0.0, max=MOST_SECONDS),
-    metavar="SECONDS",
-    help="Seconds that the platform leaves the job; only where RUN has workers on this node.  "
+    callback=up_to(MOST_SECONDS),
+    metavar="DURATION",
+    help="Time that the platform leaves the job, as 90, 5m; only where RUN has workers here.  "
     "[default: its --shutdown-timeout]",
 )
 def preempt(run: str, reason: str, deadline: float | None) -> None:

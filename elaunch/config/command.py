@@ -32,6 +32,8 @@ CALLER: Final = "elaunch.torchrun.worker"
 """The module that calls a function for a program (elaunch.torchrun.calls)."""
 _ELF: Final = b"\x7fELF"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_STDIN: Final = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+_OPEN_FILE = re.compile(r"/(dev|proc/self)/fd/\d+")
 
 
 class Command(Struct, frozen=True):
@@ -47,6 +49,12 @@ class Command(Struct, frozen=True):
     def is_stdin(self) -> bool:
         """Whether the script comes by stdin, for a plain process to read."""
         return self.mode == "script" and self.entrypoint == "-"
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether the script is a file that this process has open: stdin, or ``/dev/fd/N``."""
+        path = self.mode in ("script", "run-path") and self.entrypoint
+        return self.is_stdin or path in _STDIN or bool(path and _OPEN_FILE.fullmatch(path))
 
     @property
     def name(self) -> str:
@@ -128,29 +136,41 @@ def check(
     """Check that the script, the module or the program can be started."""
     try:
         if found.is_stdin:
-            _stdin(answers)
+            _read_once(found, answers, "stdin")
         elif found.mode == "module":
             _module(found, start, interpreter, environ)
         elif found.mode == "command":
             _program(found, start, environ)
         else:
-            _script(found, start)
+            _script(found, start, answers)
     except UsageError as error:
         error.code = "E-NO-SCRIPT"
         raise
 
 
-def _stdin(answers: Answers) -> None:
+def _read_once(found: Command, answers: Answers, what: str) -> None:
+    """Refuse a script that can be read once where it would be read twice, or not at all."""
+    low, high = answers["nnodes"]
     if answers["nproc-per-node"] != "1":
-        raise UsageError("script '-': several workers cannot read one stdin; save it to a file")
-    if answers["detach"]:
-        raise UsageError("script '-': a job in the background has no stdin; save it to a file")
+        why = f"several workers cannot read one {what}"
+    elif answers["max-restarts"] or low < high:
+        why = f"after a restart a worker would find the {what} empty"
+    elif answers["detach"] and what == "stdin":
+        why = "a job in the background has no stdin"
+    else:
+        return
+    raise UsageError(f"script {found.shown}: {why}; save it to a file")
 
 
-def _script(found: Command, start: Path) -> None:
+def _script(found: Command, start: Path, answers: Answers) -> None:
     path = start / found.entrypoint
     if why := files.problem(path):
         raise UsageError(f"script {found.shown} {why}{_script_hint(found, path)}")
+    stdin = found.entrypoint in _STDIN
+    if found.is_open_here and not stdin:
+        raise UsageError(f"script {found.shown}: no worker has this open file; save it to a file")
+    if path.is_fifo() or (stdin and answers["detach"]):
+        _read_once(found, answers, "stdin" if stdin else "pipe")
     if path.is_dir():
         if not os.path.isfile(path / "__main__.py"):
             raise UsageError(

@@ -79,7 +79,7 @@ def _script(settings: Settings, environ: Mapping[str, str]) -> str:
     file = _script_file(settings, environ)
     name = short(os.path.basename(settings.entrypoint) or settings.entrypoint)
     try:
-        content = file.read_bytes() if file else b""
+        content = file.read_bytes() if file and file.is_file() else b""
     except OSError:  # removed meanwhile, or a program that may be executed and not read
         content = b""
     return f"{name} {digest(content)}" if content else name

@@ -399,9 +399,9 @@ def moment(raw: str) -> Moment:
     """Return the moment that a text names; ValueError ends a sentence that begins with it."""
     word = raw.strip()
     if word.startswith("+"):
-        return Moment(after=_duration(word[1:]))
+        return Moment(after=duration(word[1:]))
     if word == "slurm" or word.startswith("slurm-"):
-        return Moment(before_end=_duration(word[6:]) if word != "slurm" else _SLURM_MARGIN)
+        return Moment(before_end=duration(word[6:]) if word != "slurm" else _SLURM_MARGIN)
     try:
         found = datetime.datetime.fromisoformat(re.sub("Z$", "+00:00", word))
     except ValueError:
@@ -410,7 +410,8 @@ def moment(raw: str) -> Moment:
     return Moment(at=found.timestamp())
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
+    """Return the seconds of 90, 90s, 30m, 3h or 2d; ValueError ends a sentence about the value."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ValueError(f"has {text!r} in it, which is no duration such as 90s, 30m, 3h")

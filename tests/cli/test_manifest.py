@@ -237,6 +237,8 @@ def test_a_lead_that_is_too_short(
         (["--time=4h", "train.py"], "--time is an option of `elaunch manifest`; it stands"),
         (["--gpus", "8", "train.py"], "--gpus is an option of `elaunch manifest`"),
         (["--exit-codes=torchrun", "train.py"], "--exit-codes: 'torchrun' has no place"),
+        (["-"], "script '-': no scheduler has this open file; save it to a file"),
+        (["/dev/stdin"], "script '/dev/stdin': no scheduler has this open file"),
         (["train.py", "\udcff"], "that are no text in UTF-8"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from importlib import metadata
@@ -41,6 +42,12 @@ def test_the_facts_of_a_job(job: Job) -> None:
     assert found["script"].startswith("train.py ") and found["argv"].startswith("--lr 0.1 (")
     assert found["checkpoint_dir"] == str(job.directory / "ck")
     assert of(job, "train.py")["argv"] == "none"
+
+
+def test_a_pipe_is_left_to_the_worker(job: Job) -> None:
+    """To look into the script would take it away, or wait for one who writes."""
+    os.mkfifo(job.directory / "pipe")
+    assert of(job, f"{LINE} pipe")["script"] == "pipe"
 
 
 def test_a_call_from_python_is_the_same_on_all_nodes(job: Job) -> None:

@@ -138,6 +138,8 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
         ("--nproc-per-node 2 -", {}, "script '-': several workers cannot read one stdin"),
         ("--nproc-per-node auto -", {}, "script '-': several workers cannot read one stdin"),
         ("--detach -", {}, "script '-': a job in the background has no stdin"),
+        ("--max-restarts 1 -", {}, "script '-': after a restart a worker would find the stdin em"),
+        ("/dev/fd/63", {}, "script '/dev/fd/63' does not exist"),
         ("-- --max-restarts", {}, "flags come before the script"),
         (".", {}, "without a __main__.py"),
         ("-m tain", {}, "--module: 'tain' was not found; did you mean 'train'?"),
@@ -240,6 +242,18 @@ def test_modes_and_names(job: Job, line: str, mode: str, name: str) -> None:
     found = job.settings(line, PATH=os.environ["PATH"])
     assert (found.mode, found.name) == (mode, name)
     assert found.run_id.startswith(name)
+
+
+def test_a_script_that_can_be_read_once(job: Job) -> None:
+    """A pipe: for one worker that is never restarted; a process substitution for none."""
+    os.mkfifo(job.directory / "pipe")
+    assert job.settings("pipe").entrypoint == "pipe"
+    assert "several workers cannot read one pipe; save it" in job.error("--nproc-per-node 2 pipe")
+    assert "find the pipe empty; save it" in job.error("--max-restarts 1 pipe")
+    meet = "--rdzv-backend c10d --rdzv-endpoint h --rdzv-id x"
+    assert "find the pipe empty; save it" in job.error(f"--nnodes 1:2 {meet} pipe")
+    with open(job.directory / "train.py") as file:
+        assert "no worker has this open file; save it" in job.error(f"/dev/fd/{file.fileno()}")
 
 
 def test_a_directory_with_a_main_is_a_script(job: Job) -> None:
