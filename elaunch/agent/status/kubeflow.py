@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -116,7 +117,9 @@ class TrainJobStatus:
     def _report(self, error: Exception) -> None:
         level = logging.DEBUG if self._reported else logging.WARNING
         said = one_line(str(error)[: posting.MOST_BYTES])
-        log.log(level, "Kubeflow does not learn how far the job is (%s): %s", KUBEFLOW_URL, said)
+        url = re.sub(r"//[^/]*@", "//", one_line(self._environ[KUBEFLOW_URL])).partition("?")[0]
+        name = f"{KUBEFLOW_URL}={url!r}"
+        log.log(level, "Kubeflow does not learn how far the job is (%s): %s", name, said)
         self._reported = True
 
 

@@ -26,14 +26,16 @@ def post(
 ) -> None:
     """Post ``body``; raises one of REFUSED where it is not taken within some seconds."""
     url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError("it is no address that begins with https://HOST or http://HOST")
     connection: http.client.HTTPConnection
     if url.scheme == "https":
         context = ssl.create_default_context(cafile=cafile)
         connection = http.client.HTTPSConnection(
-            url.hostname or "", url.port, timeout=POST_S, context=context
+            url.hostname, url.port, timeout=POST_S, context=context
         )
     else:
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=POST_S)
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=POST_S)
     cut: threading.Timer | None = None
     try:
         connection.connect()

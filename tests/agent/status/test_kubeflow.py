@@ -144,7 +144,8 @@ def test_refusals_are_reported_once(server: StatusServer, caplog: pytest.LogCapt
         server.answers = [403]
     status.close()
     (report,) = reports(caplog)
-    assert "KUBEFLOW_TRAINER_SERVER_URL): it answers 403 Forbidden: {}" in report
+    shown = f"KUBEFLOW_TRAINER_SERVER_URL={server.environ['KUBEFLOW_TRAINER_SERVER_URL']!r}"
+    assert f"({shown}): it answers 403 Forbidden: {{}}" in report
 
 
 @pytest.mark.usefixtures("fast")
@@ -181,6 +182,28 @@ def test_faults_hold_nothing_up(
     if fault == "silent":
         connection.close()
     silent.close()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("trainer.svc/status", "trainer.svc/status"),
+        ("ftp://user:secret@trainer/x?token=secret", "ftp://trainer/x"),
+        ("http:///x", "http:///x"),
+    ],
+)
+def test_what_is_no_address_is_shown(
+    given: str, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without what may be secret in it; nothing is asked of a host that nobody named."""
+    caplog.set_level(logging.DEBUG)
+    status = TrainJobStatus({"KUBEFLOW_TRAINER_SERVER_URL": given}, lambda: record(0.5))
+    status.start()
+    wait_until(lambda: reports(caplog), LONG)
+    status.close()
+    assert f"SERVER_URL={shown!r}): it is no address that begins with https" in reports(caplog)[0]
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.usefixtures("fast")
