@@ -9,6 +9,7 @@ tests/integration/test_parity.py compares them, docs/start-methods.md lists the 
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def become(job: Job, fresh: bool = True) -> None:
     The caller then goes to the bottom of the stack and runs the script there (__main__).
     """
     processes.set_title(" ".join(job.command()))
+    _open_streams_again()
     if fresh:
         _renew_random_states()
     # A fork knows the main thread by the number that it had in the server.
@@ -106,6 +108,20 @@ def become(job: Job, fresh: bool = True) -> None:
     _write_stacks_when_asked()
     _debug_when_asked()
     _break_at_terminal()
+
+
+def _open_streams_again() -> None:
+    """Have stdout and stderr forget the server's files, which may have had a position.
+
+    In place, since handlers of modules that are imported hold them.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        before = getattr(stream, "buffer", None)
+        if isinstance(stream, io.TextIOWrapper) and isinstance(before, io.FileIO):
+            file = io.FileIO(before.fileno(), "wb", closefd=False)
+            file.name = before.name
+            kept = (stream.encoding, stream.errors, "\n", stream.line_buffering)
+            stream.__init__(file, *kept, stream.write_through)  # type: ignore[misc]
 
 
 def _debug_when_asked() -> None:

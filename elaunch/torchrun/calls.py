@@ -191,7 +191,8 @@ def _print_to_own_files() -> None:
     """Have what a worker prints in its log: a notebook's streams, or those of a test, lead away."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         try:
-            there = getattr(sys, name).fileno() == fd
+            stream = getattr(sys, name)
+            there = stream.fileno() == fd and not stream.seekable()  # a file before it was a pipe
         except (AttributeError, OSError, ValueError):  # no stream, or one that is no file
             there = False
         if not there:

@@ -188,6 +188,27 @@ def test_a_form_runs_as_under_python(elaunch: Launcher, tmp_path: Path, name: st
     assert [_decoded(text) for text in said] == [_decoded(python.stdout), _decoded(python.stderr)]
 
 
+POSITIONS = """
+import os, sys
+seen = [sys.stdout.seekable(), sys.stderr.seekable(), sys.stderr.buffer.seekable()]
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(encoding="latin-1", line_buffering=False)
+print(*seen, sys.stdout.name, sys.stdout.mode, sys.stdout.write_through, "\xe4".isalpha(), "\xe4")
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_the_output_goes_to_a_file(elaunch: Launcher, tmp_path: Path, method: str) -> None:
+    """What the launcher's file has, a position, the worker's pipe has not."""
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(POSITIONS)
+    words = [sys.executable, "-m", "elaunch", "run", f"--start-method={method}", "--preload=none"]
+    shell = f'exec "$@" >{output} 2>&1'
+    done = elaunch.start_command(["sh", "-c", shell, "sh", *words, script]).wait()
+    assert done.returncode == 0, output.read_bytes()
+    assert output.read_bytes() == b"False False False <stdout> w True True \xe4\n"
+
+
 def test_the_script_by_stdin(elaunch: Launcher, tmp_path: Path) -> None:
     """As ``python -``, by a plain process."""
     piped = ["bash", "-c", 'exec "$@" < s.py', "bash", sys.executable]

@@ -123,6 +123,24 @@ def test_the_example_of_the_page(elaunch: Launcher) -> None:
     assert done.stdout == block.strip().rpartition("# ")[2] + "\n", done.stderr
 
 
+TO_A_FILE = """
+import elaunch, os, sys
+def says():
+    sys.stdout.reconfigure(encoding="latin-1")
+    print("said", sys.stdout.seekable())
+elaunch.run(says, start_method="fork")
+"""
+
+
+def test_a_fork_of_a_program_whose_output_goes_to_a_file(elaunch: Launcher) -> None:
+    """The program's file has a position, and the worker's pipe has none."""
+    output = elaunch.directory / "output"
+    shell = f'exec env -u PYTHONUNBUFFERED "$@" >{output}'
+    words = ["sh", "-c", shell, "sh", sys.executable, "-c", TO_A_FILE]
+    done = elaunch.start_command(words).wait()
+    assert (done.returncode, output.read_text()) == (0, "said False\n"), done.stderr
+
+
 def test_a_function_without_a_file(elaunch: Launcher, tmp_path: Path) -> None:
     """A lambda of a program that no other process can import, as in a notebook."""
     place = tmp_path / "empty"
