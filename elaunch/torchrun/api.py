@@ -48,6 +48,9 @@ FIELDS = {
 }
 """All that have an effect here, or are named where they have none (metrics_cfg)."""
 
+BACKENDS = ("", "static", "c10d", "etcd", "etcd-v2")
+"""Those that torch has; one node by itself needs none, and another name is a mistake."""
+
 Entrypoint = Callable[..., Any] | str
 _log = logging.getLogger("elaunch")
 
@@ -232,7 +235,7 @@ def _meeting(config: api.LaunchConfig) -> dict[str, Any]:
     backend, endpoint = config.rdzv_backend, config.rdzv_endpoint
     one_node = config.max_nodes == 1
     if one_node and endpoint in ("", "localhost:0"):
-        return {}
+        return {} if backend in BACKENDS else {"rdzv-backend": backend}
     conf = dict(config.rdzv_configs)
     if conf.get("timeout") == TORCHS_TIMEOUT and backend != "etcd":
         del conf["timeout"]

@@ -40,6 +40,7 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {}),  # torch's default backend is etcd, which one node does not need
     ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}, {}),
     ({"rdzv_backend": "static", "rdzv_configs": {"rank": 0}}, {}),
+    ({"rdzv_backend": "mistaken"}, {"rdzv-backend": "mistaken"}),  # `elaunch run` refuses it
     (
         {"rdzv_backend": "static", "rdzv_endpoint": "127.0.0.1:29500", "run_id": "none"},
         {"rdzv-endpoint": "127.0.0.1:29500", "rdzv-id": "none"},
