@@ -227,6 +227,7 @@ class _Run:
             scene=hangs.take_scene,
         )
         decisions = DecisionLog(settings, context.environ)
+        self._stack.callback(decisions.release)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (ledger.see, group.see, hangs.see, reporter.see, *plans, decisions.see)
         late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)

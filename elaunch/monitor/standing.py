@@ -28,6 +28,7 @@ from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, list_runs
 from elaunch.runs.identity import WorkerRecord, condition, worker_is_alive
 from elaunch.runs.record import LIVE_STATES, Record, RoundRecord, check, lasted
+from elaunch.text import listed
 from elaunch.wire.control import ask
 
 LOST: Final = "LOST"
@@ -184,5 +185,5 @@ def lost_reason(record: Record, survivors: Sequence[WorkerRecord], rebooted: boo
     gone = f"{who} is gone without a word: it was killed"
     if not survivors:
         return f"{gone}; its workers were ended with it"
-    names = ", ".join(f"rank {worker['rank']} (pid {worker['pid']})" for worker in survivors)
+    names = listed([f"rank {worker['rank']} (pid {worker['pid']})" for worker in survivors])
     return f"{gone}; still running: {names}"

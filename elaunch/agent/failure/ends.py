@@ -180,10 +180,14 @@ class FailureReport(Struct, frozen=True):
 
     @property
     def likelier(self) -> Failure | None:
-        """The worker that failed for a reason of its own, where the first shows a victim's."""
+        """The worker that failed for a reason of its own, where the first shows a victim's.
+
+        One that was stopped counts if it had raised, and its interpreter ended, before.
+        """
         if not self.first.explanation.victim:
             return None
-        own = (each for each in self.victims if not each.explanation.victim)
+        raised = (each for each in self.stopped if each.message and _came_to_end(each, self.scene))
+        own = (each for each in (*self.victims, *raised) if not each.explanation.victim)
         return next((each for each in own if each.message or each.explanation.code), None)
 
     @property
@@ -321,7 +325,7 @@ def summary(report: FailureReport) -> str:
 
 def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Failure:
     """Return ``left`` with what its error file and its stderr say."""
-    end, error = left.exit, errorfile.read(left.error_file)
+    end, error = left.exit, left.error or errorfile.read(left.error_file)
     if error and error.callstack:
         lines, origin = error.callstack.rstrip("\n").split("\n"), "error file"
     else:
@@ -343,8 +347,19 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
         traceback=tracebacks.cap(lines, source or "its output"),
         traceback_from=origin if lines else "",
         ms_after_first=_milliseconds(seconds_after),
-        explanation=Explanation() if left.stopped else explanation,
+        explanation=Explanation() if _is_ours(left, known.scene) else explanation,
     )
+
+
+def _came_to_end(failure: Failure, scene: Scene | None) -> bool:
+    """Whether it has ended with an error to which it was on its way before any was signalled."""
+    leaving = () if scene is None else scene.leaving
+    return failure.exit.exitcode > 0 and failure.exit.rank in leaving
+
+
+def _is_ours(failure: Failure, scene: Scene | None) -> bool:
+    """Whether its end is elaunch's doing."""
+    return failure.stopped and not _came_to_end(failure, scene)
 
 
 def _bounded(failures: Iterable[Failure]) -> list[Failure]:

@@ -84,6 +84,8 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
 MAX_RULE = 60
 MOST_LAST = 16
 """Ranks of which the text has what they reported last; the JSON has all."""
+MOST_VICTIMS = 16
+"""Ranks that failed afterwards of which the text has more than the number."""
 
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
@@ -259,17 +261,21 @@ def _next(report: FailureReport) -> Iterator[str]:
 def _others(report: FailureReport) -> Iterator[str]:
     if report.victims:
         yield "Failed by themselves afterwards:"
-    for failure in report.victims:
+    for failure in report.victims[:MOST_VICTIMS]:
         after = f"{failure.ms_after_first:.0f} ms later"
         yield f"  {_identity(failure.exit)} {failure.exit.how}, {after}"
         if failure.message:
             yield f"    {_first_line(failure.message, WIDTH - 4)}"
         if failure.error and failure.error.problem:
             yield f"    {failure.error.problem}"
+    if more := [failure.exit.rank for failure in report.victims[MOST_VICTIMS:]]:
+        yield f"  … and {ranks(more)}"
     if report.stopped:
-        ends = (f"rank {f.exit.rank} ({f.exit.word})" for f in report.stopped)
-        text = "Stopped by elaunch: " + ", ".join(ends)
-        yield from _wrap(text, indent="  ")
+        alike: dict[str, list[int]] = {}
+        for failure in report.stopped:
+            alike.setdefault(failure.exit.word, []).append(failure.exit.rank)
+        ends = (f"{ranks(them)} ({word})" for word, them in alike.items())
+        yield from _wrap("Stopped by elaunch: " + ", ".join(ends), indent="  ")
 
 
 def _table(report: FailureReport) -> str:

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from msgspec.structs import replace
@@ -99,13 +99,17 @@ class Reporter:
         """Return what is known of the culprit when the first has failed (FailureReport.accused)."""
         assert state.first is not None  # its caller has looked
         self._notice(state)
-        self._scene, meets = no_scene, state.limits.meets
-        self._kept = left = (self._left(state.first, False),)
-        lost = meets and self._make(state).code in culprit.CLOSED
+        self._scene, lost = no_scene, False
+        first = self._left(state.first, False)
+        if state.limits.meets:  # where it has lost a rank, that may be one of another node
+            self._kept = (first,)
+            found = self._make(state)
+            first, lost = replace(found.first, error_file=None), found.code in culprit.CLOSED
         if state.phase is Phase.RUNNING and (state.alive or lost):
             self._scene = self._take_scene(state.first, lost)
-        self._kept = left
-        return self._make(state).accused
+        scene = self._scene(0.0)
+        self._kept = (first, *self._leaving(state, scene))
+        return self._make(state, scene).accused
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""
@@ -130,7 +134,7 @@ class Reporter:
         """Make and write the report, or complete it by the round that follows."""
         made = self._made
         if made is None and state.reportable:
-            made = self._make(state, SETTLE_S)
+            made = self._make(state, self._scene(SETTLE_S))  # for what other nodes answer
             signature = made.signature if self._settings.max_same_failures else ""
             self._publisher.keep(made, signature)
         if made is None or (made is self._made and begun is None):
@@ -182,8 +186,16 @@ class Reporter:
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
             self._at_step = _furthest(self._progress())
 
-    def _make(self, state: State, patience: float = 0.0) -> ends.FailureReport:
-        """Make the report of a failed round; ``patience`` is for what other nodes answer."""
+    def _leaving(self, state: State, scene: Scene | None) -> Iterator[ends.Failure]:
+        """Yield what those have left so far that were on their way to an end of their own."""
+        for rank in () if scene is None else scene.leaving:
+            local_rank = rank - state.first_rank
+            if local_rank in state.alive:  # the code that an exception ends with
+                end = Exit(state.round, rank, local_rank, 0, 1, time.monotonic(), stopped=True)
+                yield self._left(end, True)
+
+    def _make(self, state: State, scene: Scene | None = None) -> ends.FailureReport:
+        """Make the report of a failed round."""
         if not self._kept:
             self._keep(state)
         circumstances = ends.Circumstances(
@@ -193,7 +205,7 @@ class Reporter:
             shm_free=self._shm_free,
             hang=_hang(state),
             at_step=self._at_step,
-            scene=self._scene(patience),
+            scene=scene,
         )
         settings = self._settings
         host = socket.gethostname()

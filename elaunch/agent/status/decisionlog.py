@@ -1,10 +1,17 @@
-"""The decision log: logs what happens, once and with the reason of the decision."""
+"""The decision log: logs what happens, once and with the reason of the decision.
+
+Where the first rank to fail is likely the victim of another one, the lines that say so are kept
+until that one is known: the plan names it as soon as the ends of all workers, of all nodes, are
+known. Nothing else waits for that, and the lines not longer than HOLD_S.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from elaunch import env
 from elaunch.agent.policy import events
@@ -13,8 +20,12 @@ from elaunch.agent.policy.state import State
 from elaunch.agent.policy.turn import Turn
 from elaunch.agent.resume import latest
 from elaunch.config import Settings
+from elaunch.rendezvous import text
+from elaunch.rendezvous.text import UNACCUSED
 
 PASSED_OVER_SHOWN = 10
+HOLD_S: Final = 1.0
+"""Seconds for which a line is kept that accuses nobody."""
 
 log = logging.getLogger("elaunch")
 
@@ -26,10 +37,14 @@ class DecisionLog:
         self._settings = settings
         self._environ = environ
         self._passed_over: set[str] = set()
+        self._lock = threading.Lock()
+        self._held: list[tuple[int, str]] = []
 
     def see(self, turn: Turn) -> None:
         """Log what the event means to a reader, then why the action follows it."""
         event, reason = turn.event, turn.reason
+        if culprit := _culprit(turn.before):
+            self.release(culprit)
         if isinstance(event, events.TreeGone) and event.round >= 0:
             self._tell_leftovers(event)
         elif isinstance(event, events.CheckpointChosen):
@@ -46,7 +61,33 @@ class DecisionLog:
             log.log(level, "the workers' TCPStore is gone: %s", event.problem)
         if reason:
             level = logging.INFO if _is_quiet(turn) else logging.WARNING
-            log.log(level, "%s%s", _round(turn.before, turn.action), reason)
+            self._log(level, f"{_round(turn.before, turn.action)}{reason}", turn.before)
+
+    def _log(self, level: int, line: str, state: State) -> None:
+        """Log a line, or keep it if it accuses nobody and the plan may name somebody yet."""
+        is_over = _is_over(state)
+        if is_over:
+            self.release()
+        if UNACCUSED not in line or is_over:
+            log.log(level, "%s", line)
+            return
+        with self._lock:
+            self._held.append((level, line))
+            is_first = len(self._held) == 1
+        if is_first:
+            timer = threading.Timer(HOLD_S, self.release)
+            timer.daemon = True
+            timer.start()
+
+    def release(self, culprit: str = "") -> None:
+        """Log the lines that were kept, with the ``culprit`` if it is known; any thread."""
+        with self._lock:
+            held, self._held = self._held, []
+        for level, line in held:
+            before, _, after = line.partition(f"{UNACCUSED}: ")
+            first, gap, rest = after.partition("; ")
+            named = f"{before}{culprit} ({first}){gap}{rest}" if culprit else line
+            log.log(level, "%s", named)
 
     def _tell_start(
         self, state: State, event: events.DirectoryProbed | events.DevicesCounted
@@ -110,6 +151,24 @@ class DecisionLog:
         if passed_over:
             line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
         log.warning("%s; workers start without one (--require-resume makes this an error)", line)
+
+
+def _is_over(state: State) -> bool:
+    """Whether the plan says what follows the round that has failed."""
+    plan = state.plan
+    if plan is None:
+        return False
+    return plan.round != state.round or plan.phase not in ("running", "ending")
+
+
+def _culprit(state: State) -> str:
+    """Return who has caused the failure of the round, as the plan says, or ""."""
+    plan = state.plan
+    failed = None if plan is None else plan.failure
+    # The plan of a round that runs has the failure of the one before.
+    if plan is None or failed is None or (plan.round, plan.phase) == (state.round, "running"):
+        return ""
+    return "" if failed.summary == UNACCUSED else failed.summary or text.failure(failed)
 
 
 def _round(state: State, action: Action) -> str:

@@ -156,7 +156,10 @@ def ended_at(view: View) -> float:
 
 
 def first_failure(view: View, now: float) -> WorkerFailure | None:
-    """Return the first failure of the plan's round: the one that happened longest ago."""
+    """Return the first failure of the plan's round: the one that happened longest ago.
+
+    Likely victims of another rank, where it is not known of which, come after all others.
+    """
     plan = view.plan
     failed = []
     for rank, node in enumerate(plan.nodes):
@@ -167,7 +170,7 @@ def first_failure(view: View, now: float) -> WorkerFailure | None:
             failed.append((member.failed_at, rank, node, member.record.failure))
     if not failed:
         return None
-    at, _, node, found = min(failed, key=lambda one: one[:2])
+    at, _, node, found = min(failed, key=lambda one: (one[3].summary == text.UNACCUSED, *one[:2]))
     age = round(max(0.0, now - at), 3)
     return replace(found, host=node.host, node=node.name, age=age)
 

@@ -33,7 +33,7 @@ import torch
 
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError
-from elaunch.text import listed
+from elaunch.text import listed, ranks
 from elaunch.training import unpickling
 from elaunch.training.checkpoint import restore as restoring
 from elaunch.training.checkpoint.callcontext import CallContext
@@ -278,14 +278,14 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return what the ranks report, once where all report the same, else with the ranks."""
-    ranks: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for rank, reported in enumerate(lists):
         for one in reported:
-            ranks.setdefault(one, []).append(rank)
+            found.setdefault(one, []).append(rank)
     everyone = len(lists)
     return [
-        one if len(who) == everyone else f"{one} on rank {', '.join(map(str, who))}"
-        for one, who in sorted(ranks.items())
+        one if len(who) == everyone else f"{one} on {ranks(who)}"
+        for one, who in sorted(found.items())
     ]
 
 

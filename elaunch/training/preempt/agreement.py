@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
+from elaunch import text
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.stores.roundstore import SteadyConnection, StoreConnection
@@ -361,15 +362,18 @@ def _thread(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 def _blame(stage: Stage, call: int, missing: list[int]) -> str:
+    have = "has" if len(missing) == 1 else "have"
     if stage == "at":
-        return f"should_preempt(#{call}): ranks {missing} have not answered the notice to end"
-    return f"ranks {missing} have not called should_preempt(#{call})"
+        return (
+            f"should_preempt(#{call}): {text.ranks(missing)} {have} not answered the notice to end"
+        )
+    return f"{text.ranks(missing)} {have} not called should_preempt(#{call})"
 
 
 def _counts(missing: list[int], counts: list[CallCount | None]) -> str:
     known = [(rank, counts[rank]) for rank in missing]
     texts = [f"rank {rank} was at #{c.calls}" for rank, c in known if c is not None]
-    return f"; when the notice came, {', '.join(texts)}" if texts else ""
+    return f"; when the notice came, {text.listed(texts)}" if texts else ""
 
 
 def _packed(fields: dict[str, Any]) -> bytes:

@@ -99,6 +99,15 @@ def test_victims_and_stopped() -> None:
     assert "rank      : 2" in table and "rank      : 3" not in table
 
 
+def test_many_ranks_fit_on_a_page() -> None:
+    """Of 2,000 ranks: those that ended alike together, and of the victims the first ones."""
+    victims = [left(rank, 1, FIRST.at + 1.0) for rank in range(100, 1000)]
+    stopped = [left(rank, -15, stopped=True) for rank in range(1000, 2000)]
+    text = lines(FIRST, *victims, *stopped)
+    assert text[-2:] == ["  … and ranks 116-999", "Stopped by elaunch: ranks 1000-1999 (SIGTERM)"]
+    assert len(text) < 60 and max(map(len, text)) <= 200
+
+
 def test_a_victim_that_was_noticed_first_points_at_the_other() -> None:
     """The order of exits is not always the order of causes."""
     lost = replace(FIRST, tail=(*TRACEBACK[:3], "RuntimeError: Connection reset by peer"))
@@ -272,7 +281,7 @@ def test_a_hang() -> None:
         '    File "l.py", line 1 in x',
         "No stacks of rank 4: the process is stopped by a signal",
         "",
-        "Stopped by elaunch: rank 0 (SIGTERM), rank 2 (SIGTERM)",
+        "Stopped by elaunch: ranks 0, 2 (SIGTERM)",
     ]
 
 

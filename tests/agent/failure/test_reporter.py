@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.failure import errorfile
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
@@ -36,17 +37,17 @@ class Rig:
         self.scene: Scene | None = None
         self.asked: list[bool] = []
         self.reasons: list[str] = []
-        pump = SimpleNamespace(
+        self.pump = SimpleNamespace(
             paths=lambda _: (None, None), tail=lambda *_: list(self.tail), show=self.said.append
         )
-        group = SimpleNamespace(error_file=lambda *_: None)
+        self.group = SimpleNamespace(error_file=lambda *_: None)
         run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
         settings = SimpleNamespace(entrypoint="t.py", max_same_failures=0)
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
-        known: Any = {"group": group, "status_record": record, "publisher": publisher}
+        known: Any = {"group": self.group, "status_record": record, "publisher": publisher}
         known["scene"] = self.take_scene
-        self.reporter = Reporter(settings, run_dir, pump, **known)  # type: ignore[arg-type]
+        self.reporter = Reporter(settings, run_dir, self.pump, **known)  # type: ignore[arg-type]
 
     def take_scene(self, _: Exit, lost: bool) -> Callable[[float], Scene | None]:
         """Return the scene; note whether other nodes would be asked."""
@@ -138,6 +139,32 @@ def test_the_line_of_a_failure_names_the_culprit_if_it_is_known(
     rig.show(Limits(3), READY, *map(started, range(3)), exited(1, 0), exited(0, 1))
     assert f"{said}; stopping the other 1 worker, grace 5 s" in rig.reasons
     assert rig.asked == [False] and rig.noted == []
+
+
+def test_a_rank_that_had_raised_is_named_before_it_has_ended(tmp_path: Path) -> None:
+    """Its interpreter takes its time, so that another one, which has lost it, comes first."""
+    rig = Rig(tmp_path)
+    tails = {0: list(LOST), 1: [*LOST[:2], "ValueError: boom"]}
+    rig.pump.tail = lambda rank, *_: tails[rank]
+    rig.scene = Scene(0, (), leaving=(1,))
+    ends = (exited(0, 1), exited(1, 1, stopped=True), gone())
+    rig.show(Limits(2), READY, started(0), started(1), *ends)
+    told = "rank 1 failed at t.py:1: ValueError: boom"
+    line = f"{told} (rank 0 exited with code 1); stopping the other 1 worker, grace 5 s"
+    assert line in rig.reasons
+    assert rig.noted[-1]["culprit"] == told
+
+
+def test_the_first_ones_error_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the line of its failure, also where it has to be known whether other nodes are asked."""
+    read: list[object] = []
+    monkeypatch.setattr(errorfile, "read", read.append)
+    rig = Rig(tmp_path)
+    rig.group.error_file = lambda *_: "error.json"
+    rig.show(Limits(2, meets=True), *RUNS, exited(0, 1))
+    assert [one for one in read if one] == ["error.json"]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -19,6 +19,7 @@ from elaunch.rendezvous.plan import (
     SameFailure,
     WorkerFailure,
 )
+from elaunch.rendezvous.text import UNACCUSED
 
 TWO = Rules(2, 2, max_restarts=3, remind=1e6)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
@@ -43,6 +44,14 @@ def failed(number: int, state: str = "ended", at: float = 99.0, code: int = 7) -
     """Return an agent whose worker has failed in round 0 at that time."""
     found = WorkerFailure(rank=8 * (number - 1), exitcode=code, text="boom")
     return member(number, state, 0, failure=found, failed_at=at)
+
+
+def victim(number: int, at: float) -> Present:
+    """Return an agent whose worker has lost another one, of which nothing is known."""
+    one = failed(number, "failed", at)
+    assert one.record.failure is not None
+    found = replace(one.record.failure, summary=UNACCUSED)
+    return replace(one, record=replace(one.record, failure=found))
 
 
 def saved(number: int, why: str) -> Present:
@@ -271,6 +280,10 @@ TABLE: dict[str, Row] = {
     ),
     "two fail: the earlier": (
         *(TWO, RUNNING, [failed(1, "failed", 99.5), failed(2, "failed", 99.4)], {}),
+        *("ending/failure/0/None a1 a2", "rank 8 on node2 exited with code 7"),
+    ),
+    "two fail: a likely victim comes after one with a cause of its own": (
+        *(TWO, RUNNING, [victim(1, 99.4), failed(2, "failed", 99.5)], {}),
         *("ending/failure/0/None a1 a2", "rank 8 on node2 exited with code 7"),
     ),
     "a node is lost": (
