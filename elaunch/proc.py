@@ -186,6 +186,16 @@ def cgroup_file(
     return None
 
 
+def is_frozen(pid: int, proc_dir: Path = Path("/proc")) -> bool:
+    """Return whether a process is frozen by its cgroup, of v1 or v2, or by one above that."""
+    try:
+        file = cgroup_file("freezer", "freezer.state", "cgroup.events", proc_dir / str(pid))
+        text = "" if file is None else file.read_text(errors="replace")
+    except OSError:
+        return False
+    return text.strip() in ("FROZEN", "FREEZING") or "frozen 1" in text.splitlines()
+
+
 def cpus(proc_dir: Path = Path("/proc/self")) -> int:
     """Return how many CPUs a process may use: this one's affinity, within its cgroups' quotas.
 

@@ -47,6 +47,32 @@ def test_cpus(tmp_path: Path, mount: str, files: dict[str, str], expected: int, 
     assert proc.cpus(tmp_path) == (expected if place else ALL)
 
 
+FREEZER = "31 23 0:28 / {point} rw - cgroup cgroup rw,freezer\n"
+
+
+@pytest.mark.parametrize(
+    ("mount", "file", "text", "frozen"),
+    [
+        (FREEZER, "freezer.state", "FROZEN\n", True),
+        (FREEZER, "freezer.state", "FREEZING\n", True),
+        (FREEZER, "freezer.state", "THAWED\n", False),
+        (V2, "cgroup.events", "populated 1\nfrozen 1\n", True),
+        (V2, "cgroup.events", "populated 1\nfrozen 0\n", False),
+        (V2, "other", "", False),
+    ],
+)
+def test_is_frozen(tmp_path: Path, mount: str, file: str, text: str, frozen: bool) -> None:
+    """By cgroups of both versions; one of which nothing can be read is not."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / file).write_text(text)
+    process = tmp_path / "7"
+    process.mkdir()
+    (process / "cgroup").write_text(f"{'3:freezer' if mount == FREEZER else '0:'}:/job\n")
+    (process / "mountinfo").write_text(mount.format(point=tmp_path))
+    assert proc.is_frozen(7, tmp_path) is frozen
+    assert not proc.is_frozen(8, tmp_path)
+
+
 def test_cpus_of_a_real_cgroup() -> None:
     """A process with the time of one CPU has one, however many it may run on."""
     parent = proc.cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")

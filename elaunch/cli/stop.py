@@ -43,6 +43,8 @@ def stop(run: str, timeout: float | None) -> int:
     agent = nodeviews.send_stop(found)
     ended = True
     if agent is not None:
+        if why := nodeviews.suspended(found):
+            click.echo(f"{name}: SIGTERM was sent; it is received later, for its {why}", err=True)
         try:
             ended = timeout == 0 or is_readable(agent, timeout)
         finally:

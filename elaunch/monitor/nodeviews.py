@@ -24,7 +24,7 @@ from elaunch.agent.hangs.stackdump import StackGroup, joined
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, WorkerView
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.identity import WorkerRecord, condition
+from elaunch.runs.identity import SUSPENDED, WorkerRecord, condition
 from elaunch.runs.record import AwaitedRecord, ProgressRecord, Record
 from elaunch.runs.usage import Usage
 from elaunch.wire import control
@@ -122,6 +122,8 @@ def answer_of(
     ``control.ask``.
     """
     name = run_id_of(run)
+    if why := suspended(run):
+        raise UsageError(f"RUN {name} cannot answer now: its {why}")
     try:
         return control.ask(run.socket, request, seconds, stack)
     except (FileNotFoundError, ConnectionRefusedError):
@@ -137,6 +139,12 @@ def answer_of(
         ) from None
     except ConnectionError as error:
         raise UsageError(f"RUN {name} could not be asked: {error}") from None
+
+
+def suspended(run: RunDir) -> str:
+    """Return why the run's agent on this machine does nothing at present, or ""."""
+    agent = run.read_state()["agent"]
+    return SUSPENDED.format(pid=agent["pid"]) if condition(agent) == "stopped" else ""
 
 
 def send_stop(run: RunDir) -> int | None:

@@ -28,6 +28,7 @@ from elaunch.monitor.snapshot import RunView, WorkerView
 from elaunch.monitor.standing import Standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import handle
+from elaunch.runs.identity import SUSPENDED
 from elaunch.runs.record import (
     ProgressRecord,
     Record,
@@ -50,7 +51,7 @@ SHOWN_RANKS: Final = 64
 
 _AGENT_NOTES: Final = {
     "silent": "agent does not answer",
-    "stopped": "agent is suspended by a signal or a debugger; `kill -CONT {pid}` resumes it",
+    "stopped": SUSPENDED,
     "elsewhere": "on {host}; not checked from here",
 }
 _LIST_NOTES: Final = {

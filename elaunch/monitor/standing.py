@@ -8,7 +8,7 @@ agent        meaning
 ===========  ===================================================================================
 answers      the reading is live
 silent       its process runs but has not answered in time; the reading is ``state.json``
-stopped      its process is suspended by a signal; the reading is ``state.json``
+stopped      its process is suspended; the reading is ``state.json``
 gone         it was killed: a live state becomes LOST
 elsewhere    it runs on another host or in another container; the reading is ``state.json``
 runs         there is none: the script keeps the record itself, and runs

@@ -19,6 +19,10 @@ from elaunch.proc import Process
 CREATE_TIME_TOLERANCE_S: Final = 5.0
 
 Condition = Literal["alive", "stopped", "gone", "rebooted", "elsewhere"]
+SUSPENDED: Final = (
+    "agent is suspended, by a signal or a debugger (`kill -CONT {pid}` resumes it) or by its "
+    "cgroup's freezer"
+)
 
 
 class _AgentRequired(TypedDict):
@@ -81,7 +85,7 @@ def this_agent() -> AgentRecord:
 def condition(agent: AgentRecord) -> Condition:
     """Return the condition of the process that ``agent`` describes.
 
-    ``stopped`` is alive but suspended by a signal; ``rebooted`` is gone with the machine;
+    ``stopped`` is alive but suspended (SUSPENDED); ``rebooted`` is gone with the machine;
     ``elsewhere`` cannot be seen from here (another host, another container).
     """
     if agent["host"] != os.uname().nodename:
@@ -93,7 +97,8 @@ def condition(agent: AgentRecord) -> Condition:
     process = proc.read_process(agent["pid"])
     if process is None or not process.living or not _same_start(agent, process):
         return "gone"
-    return "stopped" if process.state in "Tt" else "alive"
+    rests = process.state in "Tt" or proc.is_frozen(process.pid)
+    return "stopped" if rests else "alive"
 
 
 def _same_start(agent: AgentRecord, process: Process) -> bool:

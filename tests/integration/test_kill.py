@@ -185,6 +185,22 @@ def test_a_worker_that_ends_while_the_server_is_frozen(
     assert "rank 0 was killed by SIGKILL; restart 1 of 1" in done.stderr
 
 
+@pytest.mark.trial
+def test_workers_of_a_frozen_server_are_killed(elaunch: Launcher, freezer: Path) -> None:
+    """It can neither signal nor end them, and does not die itself before it is thawed."""
+    flags = ["--shutdown-timeout=0.3", "--run-id=job"]
+    words = act(SPAWN, "say=up", "wait", flags=flags)
+    running = elaunch.start(words)
+    pids = wait_for_workers(running)
+    (freezer / "cgroup.procs").write_text(str(server_of(running)))
+    (freezer / "freezer.state").write_text("FROZEN")
+    running.send_signal(signal.SIGTERM)
+    running.wait_for_line("does not answer; killing it", stream="stderr")
+    wait_until(lambda: {state_of(pid) for pid in pids} == {"Z"}, what="the workers are killed")
+    (freezer / "freezer.state").write_text("THAWED")
+    assert running.wait().returncode == 71
+
+
 # ── workers end, and leave others behind ─────────────────────────────────────────────────────────
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import FORK
+from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import DEADLINE, Build, Job, end
+from tests.integration.watching import act, wait_for_workers
 from tests.launching import Launcher
 
 pytestmark = pytest.mark.slow
@@ -47,6 +50,32 @@ def test_the_rank_at_another_place_comes_first(elaunch: Launcher, tmp_path: Path
     assert elaunch.run(["stop", "st"]).returncode == 0
     ended = elaunch.run(["stacks", "st"])
     assert ended.returncode == 2 and "RUN st does not run" in ended.stderr
+
+
+@pytest.mark.parametrize("how", ["signal", "freezer"])
+def test_a_suspended_agent_is_named_at_once(
+    elaunch: Launcher, how: str, request: pytest.FixtureRequest
+) -> None:
+    """Nothing waits in silence for an answer that cannot come; `stop` says why it waits."""
+    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--run-id=st"]))
+    wait_for_workers(running)
+    if how == "signal":
+        os.kill(running.pid, signal.SIGSTOP)
+    else:
+        freezer = request.getfixturevalue("freezer")
+        (freezer / "cgroup.procs").write_text(str(running.pid))
+        (freezer / "freezer.state").write_text("FROZEN")
+    try:
+        shown = elaunch.run(["stacks", "st"])
+        assert shown.returncode == 2 and "cannot answer now: its agent is suspended" in shown.stderr
+        assert "agent is suspended" in elaunch.run(["status", "st"]).stdout
+        stopped = elaunch.run(["stop", "st", "--timeout=0"])
+        assert "it is received later, for its agent is suspended" in stopped.stderr, stopped
+    finally:
+        os.kill(running.pid, signal.SIGCONT)
+        if how == "freezer":
+            (freezer / "freezer.state").write_text("THAWED")
+    assert running.wait().returncode == 143
 
 
 def test_all_nodes_are_seen_from_one(cluster: Build) -> None:

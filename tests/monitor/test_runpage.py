@@ -18,6 +18,7 @@ from elaunch.monitor.runpage import list_page, parts_of, run_page
 from elaunch.monitor.snapshot import LatestCheckpoint, NodeReading, RunView, WorkerView
 from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
+from elaunch.runs.identity import SUSPENDED
 from elaunch.runs.record import AwaitedRecord, Record
 from elaunch.runs.usage import Usage
 from tests.monitor.played_agent import new_record
@@ -201,7 +202,7 @@ def test_a_report_with_something_else_in_a_field(tmp_path: Path) -> None:
     ("agent", "note"),
     [
         ("silent", "(agent does not answer)"),
-        ("stopped", "(agent is suspended by a signal or a debugger; `kill -CONT 99` resumes it)"),
+        ("stopped", f"({SUSPENDED.format(pid=99)})"),
         ("elsewhere", "(on node0; not checked from here)"),
     ],
 )

@@ -201,7 +201,8 @@ def at_rest(pid: int) -> str:
         return "the process has ended meanwhile"
     if state[:1] in "Tt":
         return STOPPED
-    return FROZEN if state[:1] in "DS" and _in_kernel(pid) in _FREEZERS else ""
+    frozen = state[:1] in "DS" and (_in_kernel(pid) in _FREEZERS or proc.is_frozen(pid))
+    return FROZEN if frozen else ""
 
 
 def stopped(pids: Mapping[int, int]) -> str:

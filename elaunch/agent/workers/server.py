@@ -146,10 +146,16 @@ class WorkerServer:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL the server; its workers die with it, what they leave comes to the agent."""
-        with contextlib.suppress(ProcessLookupError):  # it may end in this moment
-            if self.pid:
-                os.kill(self.pid, signal.SIGKILL)
+        """SIGKILL the server; its workers die with it, what they leave comes to the agent.
+
+        A server that cgroup v1 has frozen dies only when it is thawed: then they are killed here.
+        """
+        if not self.pid:
+            return
+        workers = proc.children(self.pid) if proc.is_frozen(self.pid) else []
+        for pid in (self.pid, *workers):
+            with contextlib.suppress(ProcessLookupError):  # it may end in this moment
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Cut the lifeline, wait for the server to end what is left and itself, and make sure."""

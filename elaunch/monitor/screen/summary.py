@@ -19,6 +19,7 @@ from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.runs.identity import SUSPENDED
 from elaunch.runs.pace import StepRate
 from elaunch.runs.usage import Measurement
 from elaunch.text import duration, ranks
@@ -39,7 +40,7 @@ MOST_TITLE: Final = 300
 
 _AGENT: Final = {
     "silent": "The agent does not answer; this is what it wrote last.",
-    "stopped": "The agent is suspended by a signal or a debugger; `kill -CONT PID` resumes it.",
+    "stopped": f"The {SUSPENDED.format(pid='PID')}.",
     "elsewhere": "The agent runs on another machine; this is what it wrote last.",
 }
 
