@@ -46,6 +46,7 @@ from elaunch.runs.statedir import (
     fallback_root,
     file_name,
     make_private,
+    read_file,
     replace_file,
     require_own,
     roots,
@@ -161,7 +162,7 @@ class RunDir:
     def read_state(self) -> Record:
         """Return the record; raise RunDirError when there is none or it cannot be understood."""
         try:
-            raw = self.state_file.read_bytes()
+            raw = read_file(self.state_file)
         except FileNotFoundError:
             raise RunDirError(f"{self.state_file} is not there: nothing was recorded yet") from None
         except OSError as exc:

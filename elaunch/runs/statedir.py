@@ -8,6 +8,7 @@ may write there too, so that place is used only while it is a real directory of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch import env
+from elaunch.text import size
 
 TRASH_PREFIX: Final = ".trash-"
 CLOSE: Final = 24
@@ -25,6 +27,8 @@ CLOSE: Final = 24
 
 # A name in a file system is at most 255 bytes; this leaves room for a suffix.
 MAX_NAME: Final = 128
+MAX_FILE: Final = 64 << 20
+"""Bytes of a file that is read whole; a record of 2,000 ranks has one hundredth of that."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path | None:
@@ -112,6 +116,21 @@ def file_name(text: str) -> str:
 
         name = f"{name[: MAX_NAME - 9]}-{zlib.crc32(raw):08x}"
     return name or "%"
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a file has; raise OSError where it is no regular file, or far too long.
+
+    A pipe or a device in its place would never end.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    with open(os.open(path, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_size > MAX_FILE:
+            raise OSError(errno.EFBIG, f"it has {size(found.st_size)}")
+        return file.read(MAX_FILE)
 
 
 def replace_file(path: Path, content: bytes) -> None:

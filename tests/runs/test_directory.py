@@ -343,3 +343,19 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
         assert sorted(os.listdir(run.path)) == ["logs", "state.json"]
     finally:
         subprocess.run(["umount", "--lazy", environ["XDG_STATE_HOME"]], check=True)
+
+
+@pytest.mark.parametrize("what", ["device", "pipe", "sparse"])
+def test_a_record_that_would_never_end_is_not_read(tmp_path: Path, what: str) -> None:
+    """One such directory would hold up the views of all runs."""
+    run = RunDir(tmp_path)
+    if what == "device":
+        run.state_file.symlink_to("/dev/zero")
+    elif what == "pipe":
+        os.mkfifo(run.state_file)
+    else:
+        run.state_file.touch()
+        os.truncate(run.state_file, 1 << 40)
+    problem = "it has 1.00 TiB" if what == "sparse" else "it is no regular file"
+    with pytest.raises(RunDirError, match=f"cannot read .*: {problem}"):
+        run.read_state()
