@@ -29,16 +29,16 @@ The fifth is for workers that fail. libtorch's destructors take its operators of
 pages that a fork shares with the server until then: 0.13 s, half of the time from an exception to
 the end of its process, in which nobody can see that the worker has failed. They are left out then.
 
-The sixth is for workers that succeed, and leave a process group behind. What the server has
-imported is frozen, so that the collector passes over what holds the group, and its destructor,
-which does what is still to be done, would never run.
+The sixth is for workers that succeed, and leave a process group behind. The interpreter takes the
+modules apart that outlive ``sys.modules``; the dictionary of one that does not is left to the
+collector, which passes over what the server has imported, as that is frozen. So the module that has
+the groups is kept, or their destructors, which do what is still to be done, would never run.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import importlib.util
 import os
 import re
@@ -83,7 +83,7 @@ def patch_ends() -> None:
 
     And have a group that the script leaves behind go with the interpreter.
     """
-    atexit.register(_unfreeze)
+    atexit.register(_keep_groups)
     atexit.register(_settle)
     destroy: Any = getattr(sys.modules.get("torch.distributed"), "destroy_process_group", None)
     if destroy is None or not _is_old():
@@ -107,7 +107,7 @@ def leave_out_destructors(error: BaseException) -> None:
     """
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
-    atexit.unregister(_unfreeze)  # or it would wait for its group
+    atexit.unregister(_keep_groups)  # or it would wait for its group
     if "torch" not in sys.modules or any(map(os.environ.get, WATCHERS)):
         return
     import ctypes  # torch has imported it
@@ -117,14 +117,17 @@ def leave_out_destructors(error: BaseException) -> None:
         c.on_exit(c.fcloseall, None)
 
 
-def _unfreeze() -> None:
-    """Have what the server has imported collected if a process group hangs on it, as it may.
+def _keep_groups() -> None:
+    """Have the interpreter take the module apart that has the process groups, if there are any.
 
-    Its destructor does what the group has still to do, such as a collective that nobody waits for.
+    A group's destructor does what it has still to do, such as a collective that nobody waits for.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        gc.unfreeze()
+        import ctypes  # torch has imported it
+
+        groups = ctypes.py_object(sys.modules["torch.distributed.distributed_c10d"])
+        ctypes.pythonapi.Py_IncRef(groups)
 
 
 def _settle() -> None:
