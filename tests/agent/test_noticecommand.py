@@ -161,6 +161,7 @@ def test_one_that_leaves_a_process_is_asked_again(rig: Rig, tmp_path: Path) -> N
     """Though that has its output open, in a session of its own."""
     left, tries = tmp_path / "left", tmp_path / "tries"
     stays = f"[ -e {left} ] || setsid sh -c 'echo $$ > {left}; exec sleep 1000' &"
+    stays += f" until [ -s {left} ]; do sleep 0.01; done;"  # or it would be killed with its group
     rig.start(f"{stays} printf x >> {tries}; [ $(cat {tries}) != xxx ] || echo preempt +5s third")
     try:
         assert rig.notices.get(timeout=LONG) == ("third", 5.0)

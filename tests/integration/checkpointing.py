@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from elaunch.checkpoint.storage.storage import Committed, open_storage
-from tests.integration.jobs import SPAWN, checkpoint_fault
+from tests.integration.jobs import FORK, checkpoint_fault
 from tests.launching import Launcher, Running, free_port, wait_until
 
 JOBS = Path(__file__).with_name("jobs")
@@ -129,7 +129,7 @@ class Job:
         flags += [f"--checkpoint-dir={self.saves}", *self._meeting(node), *self.flags]
         if self.mode == "act":
             script: list[str | Path] = [ACT, self.directory]
-            flags += SPAWN
+            flags += FORK
         else:
             script = [TRAIN, self.directory, self.mode, str(self.steps), str(self.every)]
             flags.append(f"--preload={PRELOAD}")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster import Cluster, Word
 from tests.etcdnodes import Etcd
-from tests.integration.jobs import SPAWN
+from tests.integration.jobs import FORK
 from tests.integration.watching import agent_lines
 from tests.launching import Running, wait_until
 
@@ -71,7 +71,7 @@ class Job:
         *,
         env: Mapping[str, str] | None = None,
         clock: str | None = None,
-        method: Sequence[str] = SPAWN,
+        method: Sequence[str] = FORK,
         script: Path = STEPS,
     ) -> Running:
         """Start the agent of node ``number``; ``words`` are for the script, STEPS by default."""

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.integration.jobs import FORK, PROGRESS, UNUSUAL, WAITING
+from tests.integration.jobs import PROGRESS, UNUSUAL, WAITING
 from tests.integration.nodes import DEADLINE, Build, Job, over, wait_until_said
 from tests.launching import wait_until
 
@@ -20,10 +20,7 @@ def test_a_hang_ends_the_round_on_all_nodes(cluster: Build, backend: str) -> Non
     job = Job(cluster, backend, 2)
     flags = ["--nnodes=2", "--nproc-per-node=2", "--hang-timeout=4", "--max-restarts=1", "-r", "3"]
     words = [f"meet={job.share}", "steps=5", "3r0:hang", "steps=1", "r0:note=barrier", "r0:hang"]
-    agents = [
-        job.start(number, flags, [*words, "steps=20"], method=FORK, script=PROGRESS)
-        for number in (1, 2)
-    ]
+    agents = [job.start(number, flags, [*words, "steps=20"], script=PROGRESS) for number in (1, 2)]
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
     told = [agent.output("stderr") for agent in agents]
     for text in told:
@@ -42,7 +39,7 @@ def test_the_job_ends_with_the_code_of_a_hang(cluster: Build) -> None:
     job = Job(cluster, "c10d", 2)
     flags = ["--nnodes=2", "--hang-timeout=3", "-r", "3"]
     words = [f"meet={job.share}", "steps=5", "hang"]
-    agents = [job.start(number, flags, words, method=FORK, script=PROGRESS) for number in (1, 2)]
+    agents = [job.start(number, flags, words, script=PROGRESS) for number in (1, 2)]
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [77, 77]
     records = job.machines.directory.rglob("state.json")
     failures = [json.loads(path.read_text()).get("failure") for path in records]

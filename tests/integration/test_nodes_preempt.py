@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import DEADLINE, Build, Job, said, wait_until_said
 from tests.launching import Running
 
@@ -23,8 +22,7 @@ def start(job: Job, number: int, nodes: str, *words: str, more: Sequence[str] = 
     save = [f"--checkpoint-dir={job.share}", "--checkpoint-glob=step_*.json"]
     flags = [f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=0", *save, *more]
     info = {"LOGLEVEL": "INFO"}
-    method = FORK if "gloo" in words else SPAWN
-    return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info, method=method)
+    return job.start(number, flags, [str(job.share), *words], script=ASKS, env=info)
 
 
 def wait_for_steps(agent: Running, rank: int, round: int) -> int:

@@ -22,7 +22,7 @@ import pytest
 
 from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
-from tests.integration.jobs import FORK, SPAWN
+from tests.integration.jobs import FORK
 from tests.integration.nodes import Build, Job
 from tests.launching import TORCHRUN, Launcher, Running, wait_until
 
@@ -59,8 +59,7 @@ def command(launcher: str, size: int, script: Path, words: Sequence[Word] = ()) 
     python: list[Word] = [sys.executable, script, *words]
     count = f"--nproc-per-node={size}"
     if launcher == "elaunch":
-        method = SPAWN if script is INCREMENT else FORK
-        return [sys.executable, "-m", "elaunch", "run", count, *method, script, *words]
+        return [sys.executable, "-m", "elaunch", "run", count, *FORK, script, *words]
     if launcher == "torchrun":
         return [*TORCHRUN, count, script, *words]
     if launcher == "mpirun":
@@ -164,7 +163,7 @@ def own_place(elaunch: Launcher, run: str) -> Path:
 
 def start_slowly(elaunch: Launcher, seconds: float) -> Running:
     """Start the increment with four ranks and its state in ``share``; a step takes ``seconds``."""
-    flags = ["--rdzv-id=job", "--nproc-per-node=4", "--max-restarts=1", *SPAWN]
+    flags = ["--rdzv-id=job", "--nproc-per-node=4", "--max-restarts=1", *FORK]
     flags += saved(elaunch.directory / "share")
     return elaunch.start(["run", *flags, INCREMENT, f"--seconds={seconds}"])
 
@@ -226,7 +225,7 @@ def test_a_preempted_job_loses_no_step(elaunch: Launcher) -> None:
 
 def test_the_last_step_is_saved(elaunch: Launcher) -> None:
     """Also where it is none of those that are saved anyway."""
-    words = ["run", *SPAWN, *saved(elaunch.directory / "share"), INCREMENT, "--steps=95"]
+    words = ["run", *FORK, *saved(elaunch.directory / "share"), INCREMENT, "--steps=95"]
     assert elaunch.run(words, deadline=DEADLINE).stdout.endswith(last_line(1, 95))
     found = [path.name for path in sorted((elaunch.directory / "share").glob("*"))]
     steps = [*range(10, 91, 10), 95]
@@ -249,7 +248,7 @@ def test_only_loopback_is_needed(elaunch: Launcher) -> None:
 
 # ── the script that is its own launcher ──────────────────────────────────────────────────────────
 
-RUN = [sys.executable, "-m", "elaunch", "run", "--rdzv-id=job", *SPAWN]
+RUN = [sys.executable, "-m", "elaunch", "run", "--rdzv-id=job", *FORK]
 WAYS: list[list[Word]] = [
     [sys.executable, OWN_LAUNCHER, "launcher"],
     [*RUN, OWN_LAUNCHER, "launcher"],
@@ -371,7 +370,7 @@ def test_sharded_on_two_nodes(cluster: Build) -> None:
     """Each node keeps the rows of its own ranks; the parts are put together in shared storage."""
     job = Job(cluster, "c10d", 2)
     flags = ["--nnodes=2", "--nproc-per-node=2", f"--checkpoint-dir={job.share / 'ckpt'}"]
-    agents = [job.start(number, flags, script=SHARDED, method=FORK) for number in (1, 2)]
+    agents = [job.start(number, flags, script=SHARDED) for number in (1, 2)]
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [0, 0]
     assert_parts(job.share / "ckpt", 4)
     for number in (1, 2):
@@ -400,7 +399,7 @@ TUTORIAL = Path(__file__).parent / "jobs" / "tutorial.py"
 
 def start_tutorial(elaunch: Launcher, seconds: float, *flags: str, run: str = "job") -> Running:
     """Start it with two ranks; a step takes ``seconds``."""
-    argv = ["run", f"--run-id={run}", "--nproc-per-node=2", "--max-restarts=1", *SPAWN]
+    argv = ["run", f"--run-id={run}", "--nproc-per-node=2", "--max-restarts=1", *FORK]
     own = [] if flags else [f"--checkpoint-dir={elaunch.directory / 'ck'}"]
     return elaunch.start([*argv, *own, *flags, TUTORIAL, "60", str(seconds)])
 

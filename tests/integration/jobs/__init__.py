@@ -14,9 +14,9 @@ UNUSUAL = Path(__file__).with_name("unusual.py")
 WAITING = Path(__file__).with_name("waiting.py")
 
 SPAWN = ("--start-method", "spawn")
-"""Plain processes: quick for scripts that do without torch."""
+"""Plain processes: quick for scripts that import neither torch nor elaunch."""
 FORK = ("--preload", "none")
-"""The fork server, for scripts that do without torch."""
+"""The fork server, for scripts that do without torch; the tests' own has elaunch in memory."""
 both_methods = pytest.mark.parametrize(
     "method", [pytest.param(SPAWN, marks=pytest.mark.trial), FORK], ids=["spawn", "fork"]
 )
