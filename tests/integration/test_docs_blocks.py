@@ -259,6 +259,8 @@ def test_a_block_runs(elaunch: Launcher, tmp_path: Path, name: str) -> None:
         words = ["run", f"--nproc-per-node={script.nproc}", *flags.split(), path]
         done = elaunch.start(words, env=environ, cwd=tmp_path).wait(150)
     else:
+        if "torch" not in script.before:  # the server would import it for nothing
+            environ["ELAUNCH_PRELOAD"] = "none"
         done = elaunch.start_command([sys.executable, path], env=environ, cwd=tmp_path).wait(170)
     assert done.returncode == script.code, done.stderr
     assert done.stdout.splitlines().count("ran") == (script.nproc or 1), done.stdout + done.stderr
