@@ -450,7 +450,11 @@ class WarmServer:
         """Return the seed's socket; in the seed's child, once it is the server, None."""
         ours, seeds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(ours.fileno(), False)
-        if os.fork() == 0:
+        # An interrupt in a fork would be swallowed there; an executed command has none of it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        is_seed = os.fork() == 0
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_seed:
             ours.close()
             loop._close_all_but(seeds.fileno())
             self._wait_as_seed(seeds)

@@ -264,6 +264,7 @@ def test_closed_output_and_a_deleted_directory(elaunch: Launcher, tmp_path: Path
     assert "the working directory was deleted" in done.stderr
 
 
+@pytest.mark.executed
 def test_workers_start_and_end_while_interrupted_early(elaunch: Launcher) -> None:
     """SIGINT in the first moments ends the command; it is never swallowed by an import."""
     for delay in (0.05, 0.1, 0.15, 0.2):
