@@ -125,7 +125,35 @@ def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
         page.wait(f"{LINES}.length > {before}")
         assert all(re.match(r"\S+ +1  rank 1 at ", line) for line in page.evaluate(LINES))
 
+        # One that types while an answer is on its way is sent each line once.
+        page.evaluate(SLOW_ANSWERS)
+        page.evaluate("window.choose('0')")
+        page.wait("window.asked.length === 1")
+        page.evaluate("window.choose('2')")
+        page.wait(f"{LINES}.length > 5 && {LINES}.every(line => line.includes('rank 2 at step'))")
+        page.wait("window.sources.length > 0 && window.answered === window.asked.length")
+        assert page.evaluate("window.sources.filter(each => each.readyState !== 2).length") == 1
 
+
+SLOW_ANSWERS = """(() => {
+  const [really, Source] = [window.fetch, window.EventSource];
+  Object.assign(window, { asked: [], answered: 0, sources: [] });
+  window.fetch = async (...what) => {
+    window.asked.push(what);
+    const answer = await really(...what);
+    await new Promise((done) => setTimeout(done, 500));
+    setTimeout(() => { window.answered += 1; }, 500);
+    return answer;
+  };
+  window.EventSource = class extends Source {
+    constructor(...what) { super(...what); window.sources.push(this); }
+  };
+  window.choose = (ranks) => {
+    const field = document.querySelector("input[aria-label=Ranks]");
+    field.value = ranks;
+    field.dispatchEvent(new Event("input"));
+  };
+})()"""
 LINES = "[...document.querySelectorAll('.log div')].map(line => line.innerText)"
 # How many pixels of the chart have about the colour of a curve.
 PAINTED = """(() => {

@@ -238,7 +238,7 @@ def _csv_value(value: object) -> object:
     return json.dumps(value) if isinstance(value, bool | list | dict) else value
 
 
-CHUNK: Final = 1 << 20
+CHUNK: Final = 1 << 22
 SEAM: Final = 256
 """Bytes before the end of a reading that have to be there still at the next one."""
 
