@@ -63,6 +63,11 @@ class SameFailure(Struct, frozen=True, forbid_unknown_fields=True):
     signature: Line
     rounds: tuple[Rank, ...]
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The hosts of the nodes, where some were lost."""
+        return self.signature.split(", ")
+
 
 class WorkerFailure(
     Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
@@ -396,6 +401,11 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     not_sharing: tuple[Line, ...] = ()
     coordinator: Line = ""
     times: NodeTimes | None = None
+
+    @property
+    def unstable(self) -> Sequence[str]:
+        """The hosts that were lost in UNSTABLE rounds in a row without progress."""
+        return self.losses.hosts if self.losses and len(self.losses.rounds) >= UNSTABLE else ()
 
     @property
     def world_size(self) -> int:

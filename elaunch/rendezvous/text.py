@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
-from elaunch.rendezvous.plan import MOST_LOSSES, UNSTABLE, Plan, SameFailure, WorkerFailure
+from elaunch.rendezvous.plan import MOST_LOSSES, Plan, SameFailure, WorkerFailure
 from elaunch.text import count, listed
 
 MOST_NAMED = 8
@@ -44,16 +44,15 @@ def nodes(them: Iterable[HasAddress]) -> str:
 def lost(losses: SameFailure) -> str:
     """Return "node2 was lost in rounds 3, 4, 5", or "node2 was lost in round 3"."""
     numbers = [str(number) for number in losses.rounds[-MOST_LOSSES:]]
-    were = "were" if ", " in losses.signature else "was"
+    were = "was" if len(losses.hosts) == 1 else "were"
     rounds = "round" if len(numbers) == 1 else "rounds"
     return f"{losses.signature} {were} lost in {rounds} {', '.join(numbers)}"
 
 
 def standing_by(plan: Plan, host: str) -> str:
     """Return why an agent on ``host`` is one of the plan's spares."""
-    losses = plan.losses
-    if losses and len(losses.rounds) >= UNSTABLE and host in losses.signature.split(", "):
-        return f"standing by: {lost(losses)}; the others go on without it"
+    if plan.losses and host in plan.unstable:
+        return f"standing by: {lost(plan.losses)}; the others go on without it"
     nodes = count(len(plan.nodes))
     return f"standing by: the job has its {nodes}; this one replaces the next that is lost"
 

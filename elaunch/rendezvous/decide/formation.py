@@ -30,7 +30,6 @@ from elaunch.rendezvous.decide.view import (
 )
 from elaunch.rendezvous.plan import (
     MOST_LOSSES,
-    UNSTABLE,
     Cause,
     Node,
     NodeStatus,
@@ -40,7 +39,7 @@ from elaunch.rendezvous.plan import (
     WorkerFailure,
 )
 from elaunch.rendezvous.text import differences
-from elaunch.text import count, listed
+from elaunch.text import count
 
 
 def decide(view: View, now: float, rules: Rules) -> Decision:
@@ -212,7 +211,7 @@ def without(view: View, cause: Cause, reason: str, gone: Sequence[Node], at: flo
     """Return the plan whose round ends because nodes are ``gone``, as was seen ``at`` that time."""
     plan, losses = view.plan, view.plan.losses
     if cause == "lost":
-        hosts = listed(sorted(node.host for node in gone)[: text.MOST_NAMED])
+        hosts = ", ".join(sorted(node.host for node in gone)[: text.MOST_NAMED])
         apart = at - view.round_began >= budget.LOSS_APART
         losses = budget.repeated(losses, hosts, plan.round, apart)
     return replace(plan, phase="ending", cause=cause, reason=reason, failure=None, losses=losses)
@@ -228,7 +227,7 @@ def _after_losses(view: View, now: float, enough: Enough) -> Decision | None:
         return None
     stayed = {node.name for node in plan.nodes} if view.absent else set()
     came = [view.present[name].record.host for name in enough.names if name not in stayed]
-    if not any(host in losses.signature.split(", ") for host in came):
+    if not any(host in losses.hosts for host in came):
         return None
     if len(losses.rounds) >= MOST_LOSSES:
         reason = f"{text.lost(losses)} without progress"
@@ -373,7 +372,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         crashes=spent.crashes,
         failure=plan.failure if verdict else None,
         same=_same(view),
-        losses=None if checkpoints.progressed(view) else plan.losses,
+        losses=None if plan.losses and checkpoints.progressed(view) else plan.losses,
         notice="; ".join(filter(None, (notice, _anew(before, rules)))),
         facts=first.facts,
         strict=rules.strict_symmetry,
@@ -419,13 +418,10 @@ def _enough_again(plan: Plan) -> str:
 
 def _left_out(new: Plan) -> str:
     """Return that a round goes on without a node that was lost again and again, if it does."""
-    losses = new.losses
-    if losses is None or len(losses.rounds) < UNSTABLE:
+    hosts = new.unstable
+    if new.losses is None or not hosts or any(node.host in hosts for node in new.nodes):
         return ""
-    hosts = losses.signature.split(", ")
-    return (
-        "" if any(n.host in hosts for n in new.nodes) else f" ({text.lost(losses)}: it stands by)"
-    )
+    return f" ({text.lost(new.losses)}: it stands by)"
 
 
 def _anew(before: LastKnown, rules: Rules) -> str:

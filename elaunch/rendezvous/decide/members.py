@@ -28,7 +28,7 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide import budget, checkpoints
 from elaunch.rendezvous.decide.view import FENCE, HOSTED, LastKnown, Present, Rules, View
-from elaunch.rendezvous.plan import UNSTABLE, JobSeen, NodeStatus
+from elaunch.rendezvous.plan import JobSeen, NodeStatus
 from elaunch.text import count, listed
 
 READY_PATIENCE = 10.0
@@ -161,12 +161,12 @@ def _candidates(
 
 
 def unstable(view: View, now: float) -> Sequence[str]:
-    """Return the hosts that were lost in UNSTABLE rounds in a row, none LOSS_APART later."""
-    losses = view.plan.losses
-    if losses is None or len(losses.rounds) < UNSTABLE or checkpoints.progressed(view):
+    """Return the plan's unstable hosts, none LOSS_APART later or after a newer checkpoint."""
+    plan = view.plan
+    at = now if plan.phase == "running" else view.phase_since
+    if not plan.unstable or at - view.round_began >= budget.LOSS_APART:
         return ()
-    at = now if view.plan.phase == "running" else view.phase_since
-    return () if at - view.round_began >= budget.LOSS_APART else losses.signature.split(", ")
+    return () if checkpoints.progressed(view) else plan.unstable
 
 
 def _settled(view: View, now: float, rules: Rules, number: int) -> float:
