@@ -46,7 +46,7 @@ def lost(losses: SameFailure) -> str:
     numbers = [str(number) for number in losses.rounds[-MOST_LOSSES:]]
     were = "was" if len(losses.hosts) == 1 else "were"
     rounds = "round" if len(numbers) == 1 else "rounds"
-    return f"{losses.signature} {were} lost in {rounds} {', '.join(numbers)}"
+    return f"{listed(losses.hosts)} {were} lost in {rounds} {', '.join(numbers)}"
 
 
 def standing_by(plan: Plan, host: str) -> str:

@@ -211,7 +211,7 @@ def without(view: View, cause: Cause, reason: str, gone: Sequence[Node], at: flo
     """Return the plan whose round ends because nodes are ``gone``, as was seen ``at`` that time."""
     plan, losses = view.plan, view.plan.losses
     if cause == "lost":
-        hosts = ", ".join(sorted(node.host for node in gone)[: text.MOST_NAMED])
+        hosts = ", ".join(sorted(node.host for node in gone))[: text.MOST_CHARACTERS]
         apart = at - view.round_began >= budget.LOSS_APART
         losses = budget.repeated(losses, hosts, plan.round, apart)
     return replace(plan, phase="ending", cause=cause, reason=reason, failure=None, losses=losses)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elaunch.errors import JoinTimeoutError, SymmetryError
+from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.decide import Publish, Rules, Search, Wait, decide
 from elaunch.rendezvous.decide.view import Absent, LastKnown, Present, SearchResult, View
 from elaunch.rendezvous.plan import (
@@ -651,3 +652,13 @@ def test_a_node_that_is_lost_in_each_round(seconds: float, rounds: int) -> None:
             break
     assert plan.round == rounds - (plan.phase == "over")
     assert plan.exit_code == (None if seconds > 600.0 else 78)
+
+
+def test_many_long_names_that_are_lost_at_once_fit_a_plan() -> None:
+    """A name is a line of a record, as an agent sends it: several together are longer."""
+    nodes = tuple(replace(node(number), host=str(number) * 900) for number in (1, 2, 3))
+    lost = {one.name: Absent("expired", 99.0) for one in nodes[1:]}
+    view = View("a1", replace(RUNNING, nodes=nodes), {"a1": RUN1}, lost)
+    step, _ = decide(view, NOW, ELASTIC)
+    assert isinstance(step, Publish) and step.plan.losses is not None
+    records.encode_plan(step.plan, None, 1, b"")
