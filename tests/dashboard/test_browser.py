@@ -128,11 +128,16 @@ def test_a_person_sees_what_happens(elaunch: Launcher, tmp_path: Path) -> None:
         # One that types while an answer is on its way is sent each line once.
         page.evaluate(SLOW_ANSWERS)
         page.evaluate("window.choose('0')")
-        page.wait("window.asked.length === 1")
+        page.wait("window.asked.length + window.sources.length === 1")
         page.evaluate("window.choose('2')")
         page.wait(f"{LINES}.length > 5 && {LINES}.every(line => line.includes('rank 2 at step'))")
         page.wait("window.sources.length > 0 && window.answered === window.asked.length")
         assert page.evaluate("window.sources.filter(each => each.readyState !== 2).length") == 1
+        page.evaluate("window.choose('x')")
+        page.wait("document.querySelector('[role=status].quiet').innerText.includes(\"'x'\")")
+        assert page.evaluate("document.querySelector('#pulse').className") == ""
+        assert browser.problems and all("ranks=x" in each for each in browser.problems)
+        browser.problems.clear()  # of what is refused, the browser logs each answer
 
 
 SLOW_ANSWERS = """(() => {

@@ -83,26 +83,32 @@ function wasRead(seconds) {
   pulse.textContent = since;
 }
 
+function lost(why) {
+  pulse.className = "lost";
+  pulse.textContent = why;
+}
+
 // A feed sends the whole document at each change; it rests while nobody looks at the page.
-export function follow(path, query, show) {
+// Why it is refused, an event source does not show: that is asked for once more.
+export function follow(path, query, show, refused = lost) {
   let source = null;
   const open = () => {
-    source = new EventSource(`${path}?${new URLSearchParams(query)}`);
+    const own = source = new EventSource(`${path}?${new URLSearchParams(query)}`);
     source.onmessage = (event) => {
       const found = JSON.parse(event.data);
       wasRead(found.read_at ?? Date.now() / 1000);
       show(found);
     };
     source.onerror = () => {
-      pulse.className = "lost";
-      pulse.textContent = since ? `${since}, no answer since` : "the dashboard does not answer";
-      if (source.readyState === EventSource.CLOSED) get(path, query).catch(({ message }) => { pulse.textContent = message; }); // refused
+      const silent = () => lost(since ? `${since}, no answer since` : "the dashboard does not answer");
+      if (own.readyState !== EventSource.CLOSED) silent();
+      else get(path, query).then(silent, ({ message }) => { if (own === source) refused(message); });
     };
   };
   const look = () => { source?.close(); if (!document.hidden) open(); };
   document.addEventListener("visibilitychange", look);
   look();
-  return () => { source?.close(); document.removeEventListener("visibilitychange", look); };
+  return () => { source?.close(); source = null; document.removeEventListener("visibilitychange", look); };
 }
 
 function runsView(root, first) {

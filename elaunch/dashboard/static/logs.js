@@ -4,7 +4,7 @@ import { clock, follow, get, h, size } from "./app.js";
 const MOST = 4000; // lines on the page
 
 export default function view(root, key, asked) {
-  let stop = () => {}, older = null, typing = 0, newest = 0;
+  let stop = () => {}, older = null, typing = 0;
   const input = (name, attributes) => h("input", { "aria-label": name, value: asked.get(name.toLowerCase()) ?? "", oninput: soon, ...attributes });
   const ranks = input("Ranks", { class: "short", placeholder: "0,3,7-9" }), node = input("Node", { class: "short", placeholder: "all" });
   const round = input("Round", { class: "short", placeholder: "all", inputmode: "numeric" });
@@ -19,21 +19,15 @@ export default function view(root, key, asked) {
 
   const query = () => ({ run: key, ranks: ranks.value, round: round.value, node: node.value, stream: stream.value, text: text.value });
   function soon() { clearTimeout(typing); typing = setTimeout(open, 60); }
-  async function open() {
+  function open() {
     stop();
-    const number = ++newest, chosen = query();
-    try { // a refusal has a reason, which an event source does not show
-      const found = [ranks, round, node].some((field) => field.value) && await get("/api/logs", chosen);
-      if (number !== newest) return; // something else was chosen meanwhile
-      if (found) { add(found.lines, true); sized(found); }
-    } catch (error) { if (number === newest) note.textContent = error.message; return; }
     let first = true;
-    stop = follow("/api/logs", chosen, (found) => {
+    stop = follow("/api/logs", query(), (found) => {
       if ("older" in found) { first = true; sized(found); }
       if (found.ended) { stop(); note.textContent += " The run has ended."; }
       add(found.lines, first);
       first = false;
-    });
+    }, (reason) => { note.textContent = reason; });
   }
   function sized(found) {
     older = found.older;
@@ -61,7 +55,7 @@ export default function view(root, key, asked) {
     return h("div", { class: name }, where, ...marked(said, text.value.toLowerCase()));
   }
   open();
-  return () => { newest++; stop(); clearTimeout(typing); };
+  return () => { stop(); clearTimeout(typing); };
 }
 
 function marked(said, needle) {
