@@ -121,6 +121,14 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _await_end(pid: int) -> None:
+    """Wait until a process has ended."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        select.select([process], [], [])
+        os.close(process)
+
+
 def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     if _LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
@@ -378,8 +386,10 @@ class WarmServer:
                 os._exit(0)
             between = os.fork()
             if between == 0:
+                parent = os.getpid()
                 command = os.fork()
                 if command == 0:
+                    _await_end(parent)  # `elaunch wrap` ends with the process that started it
                     return self._become_command(*received)
                 send(self._requests, {"pid": command})
                 os._exit(0)
