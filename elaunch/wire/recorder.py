@@ -1,13 +1,14 @@
 """Have a worker answer which collectives it has entered, also while C code keeps Python's lock.
 
-torch records the newest collectives of a process (its flight recorder, for gloo too), and
-``torch._C._distributed_c10d._WorkerServer`` answers with that record over a Unix socket, from
-threads of C++. A worker that the fork server started, or that calls ``elaunch.init()``, starts it
+torch records the newest collectives of a process (its flight recorders, one for NCCL), and
+``torch._C._distributed_c10d._WorkerServer`` answers with them over a Unix socket, from threads of
+C++. A worker that the fork server started, or that calls ``elaunch.init()``, starts it
 when it makes its first process group; a script without one has neither thread nor socket of it.
 In the run directory, by round and local rank:
 
 ===========================  =====================================================================
-recorder-R-L.sock            HTTP; ``POST /handler/fr_trace_json`` is answered with the record
+recorder-R-L.sock            HTTP; ``POST /handler/fr_trace_json`` is answered with the record of
+                             gloo and others, ``POST /handler/dump_nccl_trace_json`` with NCCL's
 recorder-R-L.groups          a line of JSON for each process group that is made: its name, its size,
                              this process's rank in it, its ranks in the default group (none: it is
                              the default group), when that began (seconds since 1970). While the

@@ -49,6 +49,8 @@ _ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Collectives that a rank may leave before all others have entered them."""
 
 DEFAULT_GROUP: Final = "init_process_group"
+ON_DEVICE: Final = "/device"
+"""The end of the name of a group whose collectives are queued on a device, NCCL's."""
 TOGETHER: Final = frozenset({"monitored_barrier", "new_group"})
 """The calls that all ranks of a group enter and that torch does not record."""
 LASTING_S: Final = 10.0
@@ -58,7 +60,8 @@ LASTING_S: Final = 10.0
 class CollectiveCall(Struct, frozen=True):
     """A collective that a rank has entered ``at`` (seconds since 1970), and whether it waits there.
 
-    ``elements`` and ``dtypes`` are those of its input.
+    ``elements`` and ``dtypes`` are those of its input. ``lasted``: it was on the device for so many
+    seconds, where torch measures that (TORCH_NCCL_ENABLE_TIMING).
     """
 
     number: int
@@ -67,6 +70,7 @@ class CollectiveCall(Struct, frozen=True):
     dtypes: tuple[str, ...] = ()
     at: float = 0.0
     waits: bool = False
+    lasted: float | None = None
 
     def __str__(self) -> str:
         """Return "all_reduce #61"."""
@@ -84,12 +88,14 @@ class GroupPlace(Struct, frozen=True):
 
     ``members`` are the group's ranks in the job, () where that is unknown; ``calls`` are the newest
     collectives that the rank has entered. ``known``: if there are none, it has entered none.
+    ``queued``: it enters them before its device comes to them, and goes on.
     """
 
     members: tuple[int, ...]
     times: int = 1
     known: bool = True
     calls: tuple[CollectiveCall, ...] = ()
+    queued: bool = False
 
     @property
     def entered(self) -> int | None:
@@ -236,17 +242,13 @@ def _waits(places: Mapping[int, RankPlace]) -> list[_Wait]:
             for rank in place.members
             if rank not in ranks
         }
-        found.append(
-            _Wait(
-                group,
-                CollectiveCall(number, call.name, at=at),
-                tuple(sorted(ranks)),
-                missing=tuple(r for r, standing in others.items() if standing == "behind"),
-                left=tuple(r for r, standing in others.items() if standing == "left"),
-                unknown=tuple(r for r, standing in others.items() if standing == "unknown"),
-                members=place.members,
-            )
+        missing, left, unknown = (
+            tuple(rank for rank, standing in others.items() if standing == wanted)
+            for wanted in ("behind", "left", "unknown")
         )
+        call = CollectiveCall(number, call.name, at=at)
+        inside_it = tuple(sorted(ranks))
+        found.append(_Wait(group, call, inside_it, missing, left, unknown, place.members))
     return sorted(found, key=lambda wait: (-len(wait.ranks), wait.call.number, wait.group))
 
 
@@ -312,10 +314,8 @@ def _told_apart(
 ) -> Culprit:
     fewest = sorted(shapes, key=lambda ranks: (len(ranks), ranks))
     same_name = len({call.name for call in calls.values()}) == 1
-    parts = [
-        f"{text.ranks(ranks)} {_have(ranks)} entered {_described(calls[ranks[0]], same_name)}"
-        for ranks in fewest
-    ]
+    entered = [(ranks, _described(calls[ranks[0]], same_name)) for ranks in fewest]
+    parts = [f"{text.ranks(ranks)} {_have(ranks)} entered {what}" for ranks, what in entered]
     waiting = [call.at for call in calls.values() if call.waits]
     since = f" since {_seconds(now - max(waiting))}" if waiting else ""
     named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
@@ -345,13 +345,10 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
     own = dict.fromkeys(one.name for rank in waits[0].missing for one in places[rank].receives)
     order = "collectives are entered in different orders"
     if len(waits) == 1:
-        order = (
-            f"which {_verb(waits[0].missing)} in {text.one_line(', '.join(own)) or 'another one'}"
-        )
-    return Culprit(
-        _most_awaited(waits),
-        f"{', '.join(parts)} since {since}{': ' if len(waits) > 1 else ', '}{order}",
-    )
+        other = text.one_line(", ".join(own)) or "another one"
+        order = f"which {_verb(waits[0].missing)} in {other}"
+    told = f"{', '.join(parts)} since {since}{': ' if len(waits) > 1 else ', '}{order}"
+    return Culprit(_most_awaited(waits), told)
 
 
 def _absent(
@@ -465,7 +462,7 @@ def _inside(
 
 
 def _named(wait: _Wait) -> str:
-    if wait.group == "0":
+    if wait.group.removesuffix(ON_DEVICE) == "0":
         return str(wait.call)
     return f"{wait.call} of the group of {text.ranks(wait.members)}"
 

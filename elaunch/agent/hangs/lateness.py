@@ -13,7 +13,8 @@ slow         the rank that is last in two of three of LEAST_CALLS or more, if so
              is held: of ranks that are equal, each is last by chance
 ===========  =======================================================================================
 
-A collective counts once all ranks of the node that take part have entered it.
+A collective counts once all ranks of the node that take part have entered it. One of NCCL is
+entered long before the device comes to it: it counts where torch measures how long it was there.
 
 Where a rank has waited for AWAITED_S, the thread asks all nodes, and for stacks, too, for which one
 they wait. The record says that, and after TOLD_S the log, once in a round. Nothing ends for it.
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from elaunch.agent.hangs import collectives
-from elaunch.agent.hangs.collectives import Culprit, RankPlace
+from elaunch.agent.hangs.collectives import CollectiveCall, Culprit, RankPlace
 from elaunch.runs.record import AwaitedRecord, LatenessRecord
 
 WINDOW_S: Final = 300.0
@@ -183,20 +184,33 @@ def _waits(places: Mapping[int, RankPlace], since: float) -> set[tuple[int, str]
 
 def arrivals(places: Mapping[int, RankPlace]) -> dict[Key, LastArrival]:
     """Return who came last to each collective that all these ranks have entered who take part."""
-    entered: dict[Key, dict[int, float]] = {}
+    entered: dict[Key, dict[int, CollectiveCall]] = {}
     members: dict[str, int] = {}
     for rank, place in places.items():
         for name, group in place.groups.items():
             if rank not in group.members:
                 continue
             members[name] = sum(other in places for other in group.members)
-            for call in group.calls:
-                entered.setdefault((name, group.times, call.number), {})[rank] = call.at
+            known = (call for call in group.calls if call.lasted is not None or not group.queued)
+            for call in known:
+                entered.setdefault((name, group.times, call.number), {})[rank] = call
     return {
-        key: _arrival(times)
-        for key, times in entered.items()
-        if len(times) == members[key[0]] and len(times) > 1
+        key: _arrival(_times(calls))
+        for key, calls in entered.items()
+        if len(calls) == members[key[0]] and len(calls) > 1
     }
+
+
+def _times(calls: Mapping[int, CollectiveCall]) -> dict[int, float]:
+    """Return when each rank has come to a collective.
+
+    On devices it ends at once for all: that of the rank which came last has lasted the shortest.
+    """
+    lasted = {rank: call.lasted for rank, call in calls.items() if call.lasted is not None}
+    if len(lasted) < len(calls):
+        return {rank: call.at for rank, call in calls.items()}
+    first, longest = max(call.at for call in calls.values()), max(lasted.values())
+    return {rank: first + longest - seconds for rank, seconds in lasted.items()}
 
 
 def _arrival(times: Mapping[int, float]) -> LastArrival:

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 import selectors
 import socket
 import stat
@@ -25,7 +24,13 @@ from msgspec.structs import replace
 
 from elaunch import proc
 from elaunch.agent.hangs import stackdump, stacks
-from elaunch.agent.hangs.collectives import DEFAULT_GROUP, CollectiveCall, GroupPlace, RankPlace
+from elaunch.agent.hangs.collectives import (
+    DEFAULT_GROUP,
+    ON_DEVICE,
+    CollectiveCall,
+    GroupPlace,
+    RankPlace,
+)
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
@@ -41,6 +46,8 @@ _REQUEST: Final = (
     b"POST /handler/%s HTTP/1.1\r\nHost: worker\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 )
 TRACE: Final = b"fr_trace_json"
+DEVICE_TRACE: Final = b"dump_nccl_trace_json"
+"""NCCL's collectives are in a record of their own, which a torch without NCCL does not have."""
 STACKS: Final = b"dump_traceback"
 
 
@@ -51,21 +58,12 @@ class Question(NamedTuple):
     handler: bytes
 
 
-_UNRECORDED: Final = {
-    **{name: name for name in ("send", "recv", "recv_object_list", "monitored_barrier")},
-    "_new_process_group_helper": "new_group",
-    "_store_based_barrier": "new_group",
-}
-"""Functions of torch that wait for another rank and are not recorded, with what a script calls."""
-_FRAME: Final = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-_TORCHS: Final = "/torch/distributed/distributed_c10d.py"
 QUIET: Final = 2
 """So often the first thread of a process may have been woken that has waited all the time."""
 SOURCE_S: Final = 0.1
 """Seconds for a file system to answer when the line at which a worker is is read."""
-_WAIT: Final = ".wait("
-"""At such a line a newest frame is in the ``wait`` of a Work, a store or a Future of torch's: other
-waits have a frame of their own."""
+FIRST_LOOK_S: Final = 5.0
+"""Seconds between looks at the stack of a worker that has a group and has entered no collective."""
 
 
 class _Unrecorded(NamedTuple):
@@ -103,6 +101,7 @@ class _Entry(msgspec.Struct):
     time_created_ns: int
     retired: bool
     state: str = ""
+    duration_ms: float | None = None
 
 
 class _Trace(msgspec.Struct):
@@ -138,11 +137,13 @@ class Recorders:
         self.failed: frozenset[int] = frozenset()
         self._since: Mapping[int, _Unrecorded] = {}
         self._first: Mapping[tuple[int, CollectiveCall], float] = {}
+        self._traces: tuple[bytes, ...] = (TRACE, DEVICE_TRACE)
+        self._look_at = 0.0
 
     def begin(self, begun: Round) -> None:
         """Forget the round before, and remove what its workers have left."""
         self.close()
-        self._ended, self._round, self._since = frozenset(), begun, {}
+        self._ended, self._round, self._since, self._look_at = frozenset(), begun, {}, 0.0
         self.failed = frozenset()
 
     def see(self, event: events.Event) -> None:
@@ -159,9 +160,19 @@ class Recorders:
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
-        places = self._ask(pids, until, (TRACE,))[0]
+        places = self._ask(pids, until, self._traces)[0]
         self._note(places)
-        return places
+        new = {
+            rank: pids[rank]
+            for rank, one in places.items()
+            if rank in pids and one.groups and not (one.done or one.is_held)
+        }
+        if (
+            new and time.monotonic() >= self._look_at
+        ):  # NCCL's first is not recorded while it is made
+            self._look_at = time.monotonic() + FIRST_LOOK_S
+            return self.with_receives(places, new, until)
+        return _awaiting(places, {k: one for k, one in self._since.items() if k in new})
 
     def with_receives(
         self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float
@@ -178,8 +189,9 @@ class Recorders:
         asked = {rank: pids[rank] for rank in outside if rank in pids}
         dumps = self._ask(asked, until, (STACKS,))[1]
         found = _unrecorded_waits(places, dumps, pids)
-        self._since = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
-        return _awaiting(self._dated(places), self._since)
+        seen = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
+        self._since = {k: one for k, one in self._since.items() if k not in asked} | seen
+        return _awaiting(self._dated(places), seen)
 
     def _note(self, places: Mapping[int, RankPlace]) -> None:
         """Keep since when each wait is known, by the monotonic clock."""
@@ -200,7 +212,7 @@ class Recorders:
         self, pids: Mapping[int, int], until: float
     ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
         """Return where the living workers are, and the stacks of those that let Python go."""
-        places, dumps = self._ask(pids, until, (TRACE, STACKS))
+        places, dumps = self._ask(pids, until, (*self._traces, STACKS))
         return _awaiting(places, _unrecorded_waits(places, dumps, pids)), dumps
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
@@ -216,15 +228,18 @@ class Recorders:
         if begun is None:
             return places, dumps
         paths = {Question(rank, one): self._path(begun, rank) for rank in pids for one in handlers}
+        answers: dict[int, dict[bytes, bytes | OSError]] = {rank: {} for rank in pids}
         for question, answer in ask(paths, until).items():
-            rank = question.rank
-            if question.handler == STACKS:
-                text = "" if isinstance(answer, OSError) else answer.decode("utf-8", "replace")
-                dump = stackdump.parse(text)
-                dumps |= {} if dump is None else {rank: dump}
-            elif (
-                found := _read(rank, begun.place.world_size, answer, paths[question])
-            ) is not None:
+            answers[question.rank][question.handler] = answer
+        for rank, by_handler in answers.items():
+            stack = by_handler.pop(STACKS, b"")
+            text = "" if isinstance(stack, OSError) else stack.decode("utf-8", "replace")
+            dump = stackdump.parse(text)
+            dumps |= {} if dump is None else {rank: dump}
+            if isinstance(by_handler.get(DEVICE_TRACE), NoRecordError):
+                self._traces = (TRACE,)  # all workers have one torch
+            found = _read(rank, begun.place.world_size, by_handler, self._path(begun, rank))
+            if found is not None:
                 rests = stacks.at_rest(pids[rank]) if found.problem else ""
                 places[rank] = replace(found, problem=rests, stopped=True) if rests else found
         return places, dumps
@@ -242,6 +257,10 @@ class Recorders:
 
     def _path(self, begun: Round, rank: int) -> Path:
         return socket_path(self._run_dir, begun.round, rank - begun.first_rank)
+
+
+class NoRecordError(OSError):
+    """A worker answers that its torch has no such record."""
 
 
 def ask(questions: Mapping[Question, Path], until: float) -> dict[Question, bytes | OSError]:
@@ -309,7 +328,7 @@ def _receive(connection: object, received: bytearray) -> bytes | OSError | None:
     status, _, fields = head.lower().partition(b"\r\n")
     length = fields.partition(b"content-length:")[2].split(b"\r\n", 1)[0].strip()
     if status.split()[1:2] != [b"200"] or not length.isdigit():
-        return OSError(errno.EPROTO, "torch has no such record there")
+        return NoRecordError(errno.EPROTO, "torch has no such record there")
     if len(body) >= int(length):
         return bytes(body[: int(length)])
     return None if data else OSError(errno.ECONNRESET, "it has hung up")
@@ -320,21 +339,44 @@ def _close(connection: object) -> None:
     connection.close()
 
 
-def _read(rank: int, world_size: int, answer: bytes | OSError, path: Path) -> RankPlace | None:
-    """Return where a worker is by its answer; None of one that has made no process group."""
-    if isinstance(answer, FileNotFoundError):
+def _read(
+    rank: int, world_size: int, answers: Mapping[bytes, bytes | OSError], path: Path
+) -> RankPlace | None:
+    """Return where a worker is by its answers; None of one that has made no process group."""
+    traces = {handler: one for handler, one in answers.items() if isinstance(one, bytes)}
+    errors = [one for one in answers.values() if isinstance(one, OSError)]
+    if any(isinstance(error, FileNotFoundError) for error in errors):
         # It takes its socket away when its interpreter ends; its groups stay.
         return RankPlace(leaving=True) if groups_path(path).exists() else None
-    if isinstance(answer, OSError):
-        return RankPlace(problem=answer.strerror or str(answer))
+    for error in errors:
+        if not (traces and isinstance(error, NoRecordError)):
+            return RankPlace(problem=error.strerror or str(error))
+    if not answers:
+        return None
     try:
-        return place(rank, world_size, answer, _text(groups_path(path)))
+        noted = _text(groups_path(path))
+        return place(rank, world_size, traces.get(TRACE, b"{}"), noted, traces.get(DEVICE_TRACE))
     except (OSError, ValueError) as error:
         return RankPlace(problem=f"what it answers is not read: {error}")
 
 
-def place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
-    """Return where a rank is by the record of torch and its process groups; raises ValueError."""
+def place(
+    rank: int, world_size: int, trace: bytes, groups: str, on_device: bytes | None = None
+) -> RankPlace:
+    """Return where a rank is by the records of torch and its process groups; raises ValueError.
+
+    A group may have collectives of both records, each with numbers of its own.
+    """
+    found = _place(rank, world_size, trace, groups)
+    if on_device is None:
+        return found
+    other = _place(rank, world_size, on_device, groups)
+    queued = {name + ON_DEVICE: replace(one, queued=True) for name, one in other.groups.items()}
+    receives = tuple(dict.fromkeys((*found.receives, *other.receives)))
+    return RankPlace({**found.groups, **queued}, receives, done=found.done + other.done)
+
+
+def _place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
     found = _decode_trace(trace)
     entries = found.entries
     forgets = bool(entries) and entries[0].record_id > 0
@@ -379,6 +421,7 @@ def _call(entry: _Entry) -> CollectiveCall:
         dtypes=tuple(entry.input_dtypes),
         at=entry.time_created_ns / 1e9,
         waits=_waits(entry),
+        lasted=None if entry.duration_ms is None else entry.duration_ms / 1e3,
     )
 
 
@@ -411,32 +454,33 @@ def _unrecorded_waits(
     Others are left out, since to read the sources of lines takes milliseconds a rank.
     """
     outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
-    waits = {rank: _unrecorded(pids[rank], dumps[rank]) for rank in outside if rank in dumps}
+    waits = {
+        rank: _unrecorded(pids[rank], dumps[rank], places[rank].done > 0)
+        for rank in outside
+        if rank in dumps
+    }
     return {rank: one for rank, one in waits.items() if one is not None}
 
 
-def _unrecorded(pid: int, dump: Dump) -> _Unrecorded | None:
-    """Return the wait for another rank that the stack of a process shows, if it does."""
-    name = _waits_in(pid, dump)
+def _unrecorded(pid: int, dump: Dump, begun: bool) -> _Unrecorded | None:
+    """Return the wait for another rank that the stack of a process shows, if it does.
+
+    One that has not ``begun`` any collective has waited all the time, however often it was woken.
+    """
+    name = stackdump.wait_in(dump, partial(_line, pid))
     if not name:
         return None
-    woken = proc.status(pid).get("voluntary_ctxt_switches", "")
+    woken = proc.status(pid).get("voluntary_ctxt_switches", "") if begun else "0"
     return _Unrecorded(name, pid, int(woken) if woken.isdigit() else -1, time.monotonic())
 
 
-def _waits_in(pid: int, dump: Dump) -> str:
-    """Return in which function a process waits for another rank by its stack, or ""."""
-    frame = _FRAME.fullmatch(dump.main[0]) if dump.main else None
-    if frame is None:
-        return ""
-    if frame["file"].endswith(_TORCHS) and frame["name"] in _UNRECORDED:
-        return _UNRECORDED[frame["name"]]
+def _line(pid: int, file: str, number: int) -> str:
+    """Return a line of a source as the process finds it; "" without its source."""
     lines: list[str] = []
-    source = Path(f"/proc/{pid}/cwd", frame["file"])
-    with contextlib.suppress(OSError):  # without its source nothing is known of this line
+    source = Path(f"/proc/{pid}/cwd", file)
+    with contextlib.suppress(OSError):
         atonce.within(SOURCE_S, lambda: lines.extend(_text(source).split("\n")), "source")
-    at = int(frame["line"])
-    return "wait()" if any(_WAIT in line for line in lines[at - 1 : at]) else ""
+    return "".join(lines[number - 1 : number])
 
 
 def _waits(entry: _Entry) -> bool:

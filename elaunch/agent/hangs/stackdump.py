@@ -16,7 +16,7 @@ frames below a script and its own threads are left out: they show nothing of the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct, structs
@@ -41,6 +41,22 @@ _NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
 _SCRIPT_API: Final = "/elaunch/training/"
 _SERVER: Final = "/elaunch/server/"
+_NEWEST: Final = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_TORCHS: Final = "/torch/distributed/distributed_c10d.py"
+_UNRECORDED: Final = {
+    **{name: name for name in ("send", "recv", "recv_object_list", "monitored_barrier")},
+    **{name: name for name in ("isend", "irecv", "barrier", "all_reduce", "broadcast", "reduce")},
+    **{name: name for name in ("all_gather", "all_gather_into_tensor", "gather", "scatter")},
+    **{name: name for name in ("reduce_scatter", "reduce_scatter_tensor")},
+    **{name: name for name in ("all_to_all", "all_to_all_single")},
+    "_new_process_group_helper": "new_group",
+    "_store_based_barrier": "new_group",
+}
+"""Functions of torch in which a rank waits for another and is not recorded, with what a script
+calls. A collective is not before NCCL has connected the ranks for it."""
+_WAIT: Final = ".wait("
+"""At such a line a newest frame is in the ``wait`` of a Work, a store or a Future of torch's: other
+waits have a frame of their own."""
 
 
 class Dump(Struct, frozen=True):
@@ -195,3 +211,16 @@ def _is_own(stack: Stack) -> bool:
 def _file(frame: str) -> str:
     found = _FRAME.match(f"  {frame}")
     return found["file"] if found else ""
+
+
+def wait_in(dump: Dump, line_of: Callable[[str, int], str]) -> str:
+    """Return in which function a process waits for another rank by its stack, or "".
+
+    ``line_of`` returns a line of a source by file and number.
+    """
+    frame = _NEWEST.fullmatch(dump.main[0]) if dump.main else None
+    if frame is None:
+        return ""
+    if frame["file"].endswith(_TORCHS) and frame["name"] in _UNRECORDED:
+        return _UNRECORDED[frame["name"]]
+    return "wait()" if _WAIT in line_of(frame["file"], int(frame["line"])) else ""

@@ -166,3 +166,32 @@ def test_it_asks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     late.close()
     found = late.record(ask=False)
     assert found is not None and found["slow"] == 1
+
+
+def queued(lasted: Mapping[int, float | None]) -> dict[int, RankPlace]:
+    """Return two ranks with collectives on a device that have lasted so long on each."""
+    return {
+        one: RankPlace(
+            {
+                "0/device": GroupPlace(
+                    (0, 1),
+                    calls=tuple(
+                        CollectiveCall(
+                            n, "all_reduce", at=100 + n / 10 + one * 0.03, lasted=seconds
+                        )
+                        for n in range(30)
+                    ),
+                    queued=True,
+                )
+            }
+        )
+        for one, seconds in lasted.items()
+    }
+
+
+def test_on_a_device_the_last_is_in_the_collective_for_the_shortest_time() -> None:
+    """When its rank has queued it shows nothing: rank 1 is later with that, and waits."""
+    found = summary(arrivals(queued({0: 0.001, 1: 0.021})).values())
+    assert found is not None and found["slow"] == 0
+    assert found["ranks"][0]["behind_s"] == pytest.approx(0.02)
+    assert not arrivals(queued({0: None, 1: None}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -13,9 +14,17 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.hangs import recorders
-from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, waited
-from elaunch.agent.hangs.recorders import TRACE, Question, Recorders, ask, place
+from elaunch.agent.hangs import recorders, stackdump
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, find, waited
+from elaunch.agent.hangs.recorders import (
+    DEVICE_TRACE,
+    STACKS,
+    TRACE,
+    Question,
+    Recorders,
+    ask,
+    place,
+)
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
 from elaunch.checkpoint.storage.atonce import within
@@ -23,6 +32,7 @@ from elaunch.wire.local import listen
 from elaunch.wire.recorder import groups_path, socket_path
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
 GROUPS = '["0", 2, 1, []]\n["1", 1, null, [0]]\n'
 
 
@@ -44,28 +54,34 @@ def entry(number: int, **others: Any) -> dict[str, Any]:
     }
 
 
-def answering(path: Path, answer: bytes) -> None:
-    """Have somebody at ``path`` say that to whoever connects, once."""
+def answering(path: Path, answer: bytes, on_device: bytes = NOT_THERE) -> None:
+    """Have somebody at ``path`` answer two questions, that for NCCL's record with the second."""
     listener = listen(path, 8)
 
     def serve() -> None:
-        with listener, listener.accept()[0] as connection:
-            connection.recv(4096)
-            for at in range(0, len(answer), 1 << 20):
-                try:
-                    connection.sendall(answer[at : at + (1 << 20)])
-                except OSError:
-                    return
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
+        with listener:
+            for _ in range(2):
+                with listener.accept()[0] as connection:
+                    reply(
+                        connection, on_device if DEVICE_TRACE in connection.recv(4096) else answer
+                    )
 
     threading.Thread(target=serve, daemon=True).start()
+
+
+def reply(connection: socket.socket, answer: bytes) -> None:
+    """Send an answer to a peer that may have gone."""
+    with contextlib.suppress(OSError):
+        for at in range(0, len(answer), 1 << 20):
+            connection.sendall(answer[at : at + (1 << 20)])
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
 
 
 BROKEN = {
     "hung up": (b"HTTP/1.1 200 OK\r\n", "it has hung up"),
     "cut off": (HEAD % 10 + b"12345", "it has hung up"),
-    "no such record": (b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", "no such record"),
+    "no such record": (NOT_THERE, "no such record"),
     "no length": (b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n", "no such record"),
     "too long": (HEAD % (1 << 30) + bytes(1 << 20), "too long"),
     "no JSON": (HEAD % 5 + b"\xff\xfe123", "is not read"),
@@ -181,7 +197,7 @@ def test_a_clock_that_is_set_back_in_a_receive(
     """Which only the stack shows."""
     clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
     monkeypatch.setattr(recorders, "time", clock)
-    frame = f'File "{recorders._TORCHS}", line 1 in recv'
+    frame = f'File "{stackdump._TORCHS}", line 1 in recv'
     places, dumps = {0: RankPlace(done=1)}, {0: Dump((frame,), ())}
     monkeypatch.setattr(Recorders, "_ask", lambda *_: (places, dumps))
     asked, pids = Recorders(tmp_path), {0: 1}
@@ -200,3 +216,89 @@ def test_a_receive_after_the_other_is_no_long_one() -> None:
     assert recorders._Unrecorded("recv", 7, 100, 9.0).after(None).at == 9.0
     made = recorders._Unrecorded("new_group", 7, 100, 4.0)
     assert recorders._Unrecorded("new_group", 7, 150, 9.0).after(made).at == 4.0
+
+
+def nccl(case: str) -> dict[int, RankPlace]:
+    """Return the places of two ranks by what torch 2.11 recorded of NCCL 2.28 on an H100.
+
+    There is no GPU here. In "hang" rank 1 sleeps after five collectives, and rank 0 has queued ten
+    more; in "size" the sixth of rank 1 is of another size.
+    """
+    lines = (Path(__file__).parent / "nccl.jsonl").read_text().splitlines()
+    found = {}
+    for line in map(json.loads, lines):
+        if line["case"] == case:
+            groups, record = f'["0", 2, {line["rank"]}, []]\n', json.dumps(line["record"]).encode()
+            found[line["rank"]] = place(line["rank"], 2, b'{"pg_status": {}}', groups, record)
+    return found
+
+
+def test_a_rank_that_does_not_enter_a_collective_of_nccl() -> None:
+    """The others have queued it, and more."""
+    found = nccl("hang")
+    assert [one.is_held for one in found.values()] == [True, False] and found[1].done == 10
+    culprit = find(found, found[0].awaited[0].at + 3.0)
+    assert culprit is not None and culprit.ranks == (1,)
+    assert (
+        culprit.sentence == "rank 1 has not entered all_reduce #6; rank 0 waits there since 3.0 s"
+    )
+
+
+def test_collectives_of_nccl_with_different_sizes() -> None:
+    """NCCL does not find out; both ranks wait for ever."""
+    found = nccl("size")
+    culprit = find(found, found[0].awaited[0].at + 3.0)
+    assert culprit is not None and culprit.kind == "differ"
+    assert "all_reduce #6 with 4 of Float, rank 1 has entered all_reduce #6 with 104" in (
+        culprit.sentence
+    )
+
+
+def test_a_group_with_collectives_of_both_records() -> None:
+    """Each has numbers of its own."""
+    ended = json.dumps({"entries": [entry(7)]}).encode()
+    waits = json.dumps({"entries": [entry(2, retired=False, profiling_name="nccl:all_reduce")]})
+    found = place(1, 2, ended, GROUPS, waits.encode())
+    numbers = {name: [one.number for one in group.calls] for name, group in found.groups.items()}
+    assert numbers == {"0": [7], "0/device": [2], "1": [], "1/device": []}
+    assert [str(call) for call in found.awaited] == ["all_reduce #2"]
+    assert [name for name, group in found.groups.items() if group.queued] == [
+        "0/device",
+        "1/device",
+    ]
+
+
+def test_a_torch_without_nccl_is_not_asked_for_its_record_again(tmp_path: Path) -> None:
+    """One answer is enough: all workers have the same torch."""
+    asked, body = Recorders(tmp_path), b'{"pg_status": {"0": {"last_enqueued_collective": "3"}}}'
+    path = socket_path(tmp_path, 0, 0)
+    asked.begin(Round(0, 1))
+    answering(path, HEAD % len(body) + body)
+    groups_path(path).write_text('["0", 1, 0, []]\n')
+    assert asked.places({0: 1}, time.monotonic() + 5)[0].done == 3
+    assert asked._traces == (TRACE,)
+
+
+def test_the_first_collective_of_nccl_is_not_recorded_while_it_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack shows it, and is looked at now and then; the wait is as long as it was seen."""
+    clock = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 50.0)
+    monkeypatch.setattr(recorders, "time", clock)
+    frame = f'File "{stackdump._TORCHS}", line 1 in all_reduce'
+    places = {rank: RankPlace({"0": GroupPlace((0, 1))}) for rank in (0, 1)}
+    dumps = {0: Dump((frame,), ()), 1: Dump(('File "a.py", line 3 in load',), ())}
+    asked: list[tuple[bytes, ...]] = []
+
+    def both(_: Recorders, pids: object, until: float, handlers: tuple[bytes, ...]) -> Any:
+        asked.append(handlers)
+        return places, dumps
+
+    monkeypatch.setattr(Recorders, "_ask", both)
+    own, pids = Recorders(tmp_path), {0: os.getpid(), 1: os.getpid()}
+    for now in (50.0, 51.0, 58.0):
+        clock.monotonic = lambda now=now: now
+        found = own.places(pids, now + 1)
+        assert [call.name for call in found[0].awaited] == ["all_reduce"] and not found[1].awaited
+    assert waited(found, 1000.0) == 8.0
+    assert asked.count((STACKS,)) == 2
