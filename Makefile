@@ -3,6 +3,7 @@
 #   make demo    train on real data, kill a worker in the middle, show what it cost
 #   make test    every test but the trials; some of them with the newest torch, too
 #   make trials  the long ones: kills at random moments, launchers times sizes, the other store
+#   make gpu     the tests that need a GPU and NCCL
 #   make lint    format, lint, types
 #   make check   the same and the fast tests: about a minute
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
@@ -29,7 +30,7 @@ STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | 
 # No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 7 --dist worksteal
 
-.PHONY: demo test trials lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
+.PHONY: demo test trials gpu lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
 
 venv: $(STAMP)
 
@@ -47,12 +48,15 @@ test: $(STAMP)
 	mkdir -p build
 	$(BIN)/python scripts/newest.py -q >build/newest.log 2>&1 & newest=$$!; \
 	trap 'kill $$newest; exit 130' INT TERM; \
-	$(PYTEST) --strict-machine -m "not trial"; code=$$?; \
+	$(PYTEST) --strict-machine -m "not trial and not gpu"; code=$$?; \
 	wait $$newest || code=$$?; cat build/newest.log; exit $$code
 
 trials: $(STAMP)
 	scripts/setup-system.sh --trials
 	$(PYTEST) --strict-machine -m trial
+
+gpu: $(STAMP)
+	$(PYTEST) -n 2 -m gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ get rid of threads that they start.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import math
@@ -65,6 +66,13 @@ THREADS_GONE = 0.1
 """Seconds for the kernel to take a thread that has ended off its list."""
 SETTLE = 10.0
 """Seconds for a worker to set the variables that it sets; they stand at the top of a script."""
+
+DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
+"""The files that CUDA and ROCm keep open once they are used; in a process forked then they fail."""
+NOT_INITIALIZED = 3
+"""The answer of CUDA's driver in such a process (cuda.h, CUDA_ERROR_NOT_INITIALIZED)."""
+NVML = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""Has torch answer a module that asks for GPUs at its import without using CUDA (torch/cuda)."""
 
 _KNOWN = ("torch", "elaunch")
 """Whose modules start no threads that a fork would lack."""
@@ -116,21 +124,30 @@ class _Announcer:
 
 
 def preload(
-    modules: Sequence[str], path: str | None, meanwhile: Callable[[], None] | None = None
+    modules: Sequence[str],
+    path: str | None,
+    meanwhile: Callable[[], None] | None = None,
+    *,
+    tried: bool = False,
 ) -> Preloaded:
     """Import ``modules`` in order.
 
     ``path`` is what a worker has first on ``sys.path``, if it has anything of its own there;
-    ``meanwhile`` is called before each module that they import.
+    ``meanwhile`` is called before each module that they import; ``tried``: a fork has imported them
+    and can use the devices.
     """
     if path is not None:
         sys.path.insert(0, path)
     between = [] if meanwhile is None else [_CallBefore(meanwhile)]
     sys.meta_path[:0] = between
     gc.disable()  # an import leaves next to no garbage, and looking for it takes a tenth of torch's
+    asks_nvml = NVML[0] not in os.environ
+    os.environ.setdefault(*NVML)
     try:
-        return _import(modules)
+        return _import(modules, tried)
     finally:
+        if asks_nvml:
+            os.environ.pop(NVML[0], None)
         gc.enable()
         for finder in between:
             sys.meta_path.remove(finder)
@@ -138,8 +155,9 @@ def preload(
             sys.path.remove(path)
 
 
-def _import(modules: Sequence[str]) -> Preloaded:
+def _import(modules: Sequence[str], tried: bool) -> Preloaded:
     unforkable, threads = "", _threads()
+    lost = not tried and _forks_lose_devices()
     for name in modules:
         try:
             importlib.import_module(name)
@@ -154,12 +172,34 @@ def _import(modules: Sequence[str]) -> Preloaded:
             unforkable = unforkable or (_reason(name, others) if others else "")
         threads = _threads()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    loses = not (tried or lost) and _forks_lose_devices()
+    if loses or (torch is not None and torch.cuda.is_initialized()):
         return Preloaded(
-            f"--preload {','.join(modules)}: a module initialised CUDA while it was imported; a "
-            "forked worker cannot use CUDA then. Leave it out, or use --start-method spawn"
+            f"--preload {','.join(modules)}: a module used the GPU while it was imported; a "
+            "forked worker cannot use it then. Leave it out, or use --start-method spawn"
         )
     return Preloaded(unforkable=unforkable)
+
+
+def _forks_lose_devices() -> bool:
+    """Return whether a driver is used here, so that a fork of this process cannot use it any more.
+
+    ``torch.cuda.is_available()`` is enough for that, unless it asks NVML. That keeps the same files
+    open, so that only a fork can tell.
+    """
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if os.readlink(f"/proc/self/fd/{number}") in DEVICES:
+                return processes.call_in_fork(_has_lost_devices) is not False
+    return False
+
+
+def _has_lost_devices() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True  # it is ROCm's, and there is nothing to ask
+    return int(driver.cuInit(0)) == NOT_INITIALIZED
 
 
 def _threads() -> int:
@@ -300,7 +340,8 @@ class Later:
             changed |= {name: found.get(name) for name in _changed(given, found)}
         compiles = compiling.FIRST in modules
         foreign = not all(name.partition(".")[0] in _KNOWN for name in modules)
-        if changed or foreign or (modules != [DYNAMO] and compiling.may_open_devices()):
+        tried = bool(changed) or foreign or compiling.may_open_devices()
+        if tried:
             trial = partial(_quietly, partial(_trial, modules, self._path))
             answer = processes.call_in_fork(trial, meanwhile)
             if answer is None and self._stopped:
@@ -310,7 +351,7 @@ class Later:
             if why_not is not None:
                 return why_not
         between = None if meanwhile is None else partial(meanwhile, None)
-        problem = preload(modules, self._path, between).problem
+        problem = preload(modules, self._path, between, tried=tried).problem
         compiles = compiles and problem is None
         if compiles:
             self._finding = processes.ForkedCall(partial(_quietly, compiling.find_out))

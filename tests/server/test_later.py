@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.server import preload as preloading
 from elaunch.server import processes
 from elaunch.server.preload import SETTLE, Later, Warmed
 
@@ -191,4 +192,63 @@ def test_a_module_that_starts_threads_is_never_imported_here(
     problem = later_of(name, {os.getpid(): {}}).carry_out().problem
     assert problem is not None
     assert f"--preload {name}: it has started another thread" in problem
+    assert name not in sys.modules
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a file that stands for a GPU's, whose driver forks find lost: here is no GPU."""
+    file = tmp_path / "nvidia-uvm"
+    file.touch()
+    monkeypatch.setattr(preloading, "DEVICES", (str(file),))
+    monkeypatch.setattr(preloading, "_has_lost_devices", lambda: True)
+    return file
+
+
+def opening(file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a module that opens a file when it is imported, and keeps it open."""
+    name = f"opens_{file.name.replace('-', '_')}"
+    text = "import os\nNVML = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']\n"
+    (file.parent / f"{name}.py").write_text(f"{text}FILE = open({str(file)!r})\n")
+    monkeypatch.syspath_prepend(file.parent)
+    return name
+
+
+def test_a_module_that_uses_a_gpu_is_an_error(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No forked worker could use it; also where another module is to come later."""
+    name = opening(device, monkeypatch)
+    try:
+        found = preloading.preload([name], None)
+        assert (
+            found.problem is not None
+            and f"--preload {name}: a module used the GPU" in found.problem
+        )
+        assert sys.modules[name].NVML == "1" and preloading.NVML[0] not in os.environ
+        # What this process had open before is no fault of the modules.
+        assert preloading.preload(["math"], None).problem is None
+    finally:
+        sys.modules.pop(name).FILE.close()
+
+
+def test_a_module_that_asks_for_gpus_by_nvml(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML keeps the files open, too, and a fork can use the GPU."""
+    name = opening(device, monkeypatch)
+    monkeypatch.setattr(preloading, "_has_lost_devices", lambda: False)
+    try:
+        assert preloading.preload([name], None).problem is None
+    finally:
+        sys.modules.pop(name).FILE.close()
+
+
+def test_a_later_module_that_uses_a_gpu_is_left_out(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork finds it, and the server does not import it."""
+    name = opening(device, monkeypatch)
+    later = Later()
+    later.plan([name], None, 0.0)
+    warmed = later.carry_out()
+    assert warmed is not None and "a module used the GPU" in str(warmed.problem)
     assert name not in sys.modules
