@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from elaunch.agent.hangs.collectives import RankPlace
-from elaunch.agent.hangs.recorders import at_times
+from elaunch.agent.hangs.trace import at_times
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.turn import Round

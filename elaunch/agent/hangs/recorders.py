@@ -14,24 +14,18 @@ import selectors
 import socket
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from elaunch import proc
 from elaunch.agent.hangs import stackdump, stacks
-from elaunch.agent.hangs.collectives import (
-    DEFAULT_GROUP,
-    ON_DEVICE,
-    CollectiveCall,
-    GroupPlace,
-    RankPlace,
-)
+from elaunch.agent.hangs.collectives import CollectiveCall, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
+from elaunch.agent.hangs.trace import at_times, place
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -85,42 +79,6 @@ class _Unrecorded(NamedTuple):
         # A group that is made takes some messages; there is not one after the other.
         same = self.name == "new_group" or self.woken - before.woken <= QUIET
         return before if same else self
-
-
-class _Entry(msgspec.Struct):
-    """One collective as torch writes it."""
-
-    record_id: int
-    pg_id: int
-    process_group: tuple[str, str]
-    collective_seq_id: int
-    is_p2p: bool
-    profiling_name: str
-    input_sizes: list[list[int]]
-    input_dtypes: list[str]
-    time_created_ns: int
-    retired: bool
-    state: str = ""
-    duration_ms: float | None = None
-
-
-class _Trace(msgspec.Struct):
-    entries: list[_Entry] = []
-    pg_status: dict[str, dict[str, str]] = {}
-
-
-class _Group(msgspec.Struct, array_like=True):
-    """One process group as the worker notes it; ``ranks`` is empty of the default group."""
-
-    name: str
-    size: int
-    own_rank: int | None
-    ranks: list[int]
-    at: float = 0.0
-
-
-_decode_trace: Final = msgspec.json.Decoder(_Trace).decode
-_decode_group: Final = msgspec.json.Decoder(_Group).decode
 
 
 class Recorders:
@@ -360,81 +318,6 @@ def _read(
         return RankPlace(problem=f"what it answers is not read: {error}")
 
 
-def place(
-    rank: int, world_size: int, trace: bytes, groups: str, on_device: bytes | None = None
-) -> RankPlace:
-    """Return where a rank is by the records of torch and its process groups; raises ValueError.
-
-    A group may have collectives of both records, each with numbers of its own.
-    """
-    found = _place(rank, world_size, trace, groups)
-    if on_device is None:
-        return found
-    other = _place(rank, world_size, on_device, groups)
-    queued = {name + ON_DEVICE: replace(one, queued=True) for name, one in other.groups.items()}
-    receives = tuple(dict.fromkeys((*found.receives, *other.receives)))
-    return RankPlace({**found.groups, **queued}, receives, done=found.done + other.done)
-
-
-def _place(rank: int, world_size: int, trace: bytes, groups: str) -> RankPlace:
-    found = _decode_trace(trace)
-    entries = found.entries
-    forgets = bool(entries) and entries[0].record_id > 0
-    places: dict[str, GroupPlace] = {}
-    is_jobs = False
-    noted = [_decode_group(line) for line in groups.splitlines()]
-    for each in noted:
-        if not each.ranks:  # the default group, whose ranks all others name
-            is_jobs = (each.size, each.own_rank) == (world_size, rank)
-        ranks = (each.ranks or range(world_size)) if is_jobs else ()
-        times = places[each.name].times + 1 if each.name in places else 1
-        places[each.name] = GroupPlace(tuple(ranks), times, known=not forgets)
-    if unknown := {one.process_group[0] for one in entries} - places.keys():
-        raise ValueError(f"process group {min(unknown)} was not noted")
-    for name, group in places.items():
-        own = [one for one in entries if one.process_group[0] == name]
-        if group.times > 1 and len({one.pg_id for one in own}) != group.times:
-            places[name] = replace(group, known=False)  # whose collectives these are is unknown
-            continue
-        calls = tuple(_call(one) for one in own if one.pg_id == own[-1].pg_id and not one.is_p2p)
-        places[name] = replace(group, calls=calls)
-    receives = tuple(_call(one) for one in entries if one.is_p2p and _waits(one))
-    if noted and not groups.endswith("\n"):  # the newest is in the making
-        name = "new_group" if noted[-1].ranks else DEFAULT_GROUP
-        receives = (CollectiveCall(0, name, at=noted[-1].at, waits=True), *receives)
-    # These count sends and receives, too, which gloo does not record.
-    counts = [int(number) for status in found.pg_status.values() for number in status.values()]
-    return RankPlace(places, receives, done=sum(max(0, number) for number in counts))
-
-
-def _call(entry: _Entry) -> CollectiveCall:
-    elements = 0
-    for sizes in entry.input_sizes:
-        count = 1
-        for size in sizes:
-            count *= size
-        elements += count
-    return CollectiveCall(
-        number=entry.collective_seq_id,
-        name=entry.profiling_name.partition(":")[2] or entry.profiling_name,
-        elements=elements,
-        dtypes=tuple(entry.input_dtypes),
-        at=entry.time_created_ns / 1e9,
-        waits=_waits(entry),
-        lasted=None if entry.duration_ms is None else entry.duration_ms / 1e3,
-    )
-
-
-def at_times(place: RankPlace, at: Callable[[CollectiveCall], float]) -> RankPlace:
-    """Return a place whose collectives, sends and receives were entered then."""
-
-    def moved(calls: tuple[CollectiveCall, ...]) -> tuple[CollectiveCall, ...]:
-        return tuple(replace(one, at=at(one)) for one in calls)
-
-    groups = {name: replace(one, calls=moved(one.calls)) for name, one in place.groups.items()}
-    return replace(place, groups=groups, receives=moved(place.receives))
-
-
 def _awaiting(
     places: Mapping[int, RankPlace], waits: Mapping[int, _Unrecorded]
 ) -> dict[int, RankPlace]:
@@ -481,10 +364,6 @@ def _line(pid: int, file: str, number: int) -> str:
     with contextlib.suppress(OSError):
         atonce.within(SOURCE_S, lambda: lines.extend(_text(source).split("\n")), "source")
     return "".join(lines[number - 1 : number])
-
-
-def _waits(entry: _Entry) -> bool:
-    return not entry.retired and entry.state != "completed"
 
 
 def _text(path: Path) -> str:

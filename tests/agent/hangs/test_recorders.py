@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.hangs import recorders, stackdump
-from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, find, waited
+from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, waited
 from elaunch.agent.hangs.recorders import (
     DEVICE_TRACE,
     STACKS,
@@ -23,7 +22,6 @@ from elaunch.agent.hangs.recorders import (
     Question,
     Recorders,
     ask,
-    place,
 )
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
@@ -34,24 +32,6 @@ from elaunch.wire.recorder import groups_path, socket_path
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
 GROUPS = '["0", 2, 1, []]\n["1", 1, null, [0]]\n'
-
-
-def entry(number: int, **others: Any) -> dict[str, Any]:
-    """Return a collective as torch writes it."""
-    return {
-        "record_id": number,
-        "pg_id": 0,
-        "process_group": ["0", "default_pg"],
-        "collective_seq_id": number,
-        "is_p2p": False,
-        "profiling_name": "gloo:all_reduce",
-        "input_sizes": [[2, 3], []],
-        "input_dtypes": ["Float"],
-        "time_created_ns": 4 * 10**9,
-        "retired": True,
-        "state": "scheduled",
-        **others,
-    }
 
 
 def answering(path: Path, answer: bytes, on_device: bytes = NOT_THERE) -> None:
@@ -127,34 +107,6 @@ def test_who_says_nothing_costs_the_deadline_once(tmp_path: Path) -> None:
         listener.close()
 
 
-def test_where_a_rank_is() -> None:
-    """By its newest collectives, in the groups whose ranks are known."""
-    entries = [entry(5), entry(6, retired=False, input_sizes=[[8]])]
-    status = {"0": {"last_enqueued_collective": "7", "last_completed_collective": "-1"}}
-    trace = json.dumps({"entries": entries, "pg_status": status}).encode()
-    found = place(1, 2, trace, GROUPS)
-    assert found.groups["0"].members == (0, 1)
-    assert [(call.number, call.elements, call.waits) for call in found.groups["0"].calls] == [
-        *((5, 7, False), (6, 8, True))
-    ]
-    assert found.groups["0"].calls[0].at == 4.0
-    assert (found.waits, found.done) == (True, 7)
-    # The record begins at 5: of a group without an entry nothing is known.
-    assert (found.groups["1"].members, found.groups["1"].entered) == ((0,), None)
-    # A default group of other ranks than the job's: nobody is compared.
-    assert place(0, 2, b"{}", GROUPS).groups["0"].members == ()
-    # A group of that name was made again, and its collectives may be those of the first.
-    again = place(1, 2, json.dumps({"entries": [entry(5, time_created_ns=1)]}).encode(), GROUPS * 2)
-    assert again.groups["0"].entered is None
-
-
-def test_collectives_of_a_group_that_was_not_noted() -> None:
-    """The disk was full, it may be: where such a rank waits is unknown."""
-    trace = json.dumps({"entries": [entry(1, process_group=["7", "a mesh"])]}).encode()
-    with pytest.raises(ValueError, match="process group 7"):
-        place(1, 2, trace, GROUPS)
-
-
 def test_a_groups_file_that_is_none(tmp_path: Path) -> None:
     """Nobody waits for whoever might write into it."""
     path = socket_path(tmp_path, 0, 0)
@@ -216,56 +168,6 @@ def test_a_receive_after_the_other_is_no_long_one() -> None:
     assert recorders._Unrecorded("recv", 7, 100, 9.0).after(None).at == 9.0
     made = recorders._Unrecorded("new_group", 7, 100, 4.0)
     assert recorders._Unrecorded("new_group", 7, 150, 9.0).after(made).at == 4.0
-
-
-def nccl(case: str) -> dict[int, RankPlace]:
-    """Return the places of two ranks by what torch 2.11 recorded of NCCL 2.28 on an H100.
-
-    There is no GPU here. In "hang" rank 1 sleeps after five collectives, and rank 0 has queued ten
-    more; in "size" the sixth of rank 1 is of another size.
-    """
-    lines = (Path(__file__).parent / "nccl.jsonl").read_text().splitlines()
-    found = {}
-    for line in map(json.loads, lines):
-        if line["case"] == case:
-            groups, record = f'["0", 2, {line["rank"]}, []]\n', json.dumps(line["record"]).encode()
-            found[line["rank"]] = place(line["rank"], 2, b'{"pg_status": {}}', groups, record)
-    return found
-
-
-def test_a_rank_that_does_not_enter_a_collective_of_nccl() -> None:
-    """The others have queued it, and more."""
-    found = nccl("hang")
-    assert [one.is_held for one in found.values()] == [True, False] and found[1].done == 10
-    culprit = find(found, found[0].awaited[0].at + 3.0)
-    assert culprit is not None and culprit.ranks == (1,)
-    assert (
-        culprit.sentence == "rank 1 has not entered all_reduce #6; rank 0 waits there since 3.0 s"
-    )
-
-
-def test_collectives_of_nccl_with_different_sizes() -> None:
-    """NCCL does not find out; both ranks wait for ever."""
-    found = nccl("size")
-    culprit = find(found, found[0].awaited[0].at + 3.0)
-    assert culprit is not None and culprit.kind == "differ"
-    assert "all_reduce #6 with 4 of Float, rank 1 has entered all_reduce #6 with 104" in (
-        culprit.sentence
-    )
-
-
-def test_a_group_with_collectives_of_both_records() -> None:
-    """Each has numbers of its own."""
-    ended = json.dumps({"entries": [entry(7)]}).encode()
-    waits = json.dumps({"entries": [entry(2, retired=False, profiling_name="nccl:all_reduce")]})
-    found = place(1, 2, ended, GROUPS, waits.encode())
-    numbers = {name: [one.number for one in group.calls] for name, group in found.groups.items()}
-    assert numbers == {"0": [7], "0/device": [2], "1": [], "1/device": []}
-    assert [str(call) for call in found.awaited] == ["all_reduce #2"]
-    assert [name for name, group in found.groups.items() if group.queued] == [
-        "0/device",
-        "1/device",
-    ]
 
 
 def test_a_torch_without_nccl_is_not_asked_for_its_record_again(tmp_path: Path) -> None:
