@@ -44,6 +44,8 @@ HEADER = "Traceback (most recent call last):"
 HANDLING = "During handling of the above exception, another exception occurred:"
 _HEADER = re.compile(r"(?:  \+ Exception Group )?" + re.escape(HEADER))
 _CRASH = re.compile(r"Fatal Python error: |terminate called ")
+_WHAT = re.compile(r"\s*what\(\):\s*(?:\[PG [^\]]*\] )?(?P<text>.*\S)")
+"""The text of C++'s exception, in the line after "terminate called"; before NCCL's its group."""
 _RANK = re.compile(r"\[rank\d+\]: ?")
 _LOG_LINE = re.compile(r"\[(?:rank\d+\]:\[)?[WIEF]\d{0,4} |[WIEF]\d{4} \d\d:\d\d:\d\d")
 _CHAINED = (
@@ -91,10 +93,17 @@ def pick(tail: Sequence[str], exitcode: int) -> tuple[str, ...]:
 
 
 def message_of(block: Sequence[str]) -> str:
-    """Return the line of a traceback that names its exception, or ``""`` if there is none."""
+    """Return the line of a traceback that names its exception, or ``""`` if there is none.
+
+    Of a crash it is the text of C++'s exception, or the line that begins the dump.
+    """
     headers = [number for number, line in enumerate(block) if _HEADER.match(line)]
     if not headers:
-        return next((line for line in block if _CRASH.match(line)), "")
+        crash = next((number for number, line in enumerate(block) if _CRASH.match(line)), None)
+        if crash is None:
+            return ""
+        what = _WHAT.match(block[crash + 1]) if crash + 1 < len(block) else None
+        return what["text"] if what else block[crash]
     found = ""
     in_frames = True
     margin = "" if block[headers[-1]].startswith(HEADER) else "  | "

@@ -167,6 +167,21 @@ def test_a_victims_text_counts_in_an_exception_only() -> None:
     assert explain(-6, text=f"terminate called …\n  what(): {line}").victim
 
 
+def test_nccls_watchdog_ends_the_rank_whose_gpu_failed() -> None:
+    """That is its own fault, and no other rank's, as a timeout is."""
+    text = (
+        "what():  [PG ID 0] Process group watchdog thread terminated with exception: CUDA error: "
+    )
+    frames = "\n".join(f"frame #{n}: c10d::ProcessGroupNCCL::Watchdog::run()" for n in range(40))
+    for error, code in (
+        ("an illegal memory access was encountered", "E-CUDA"),
+        ("device-side assert triggered", "E-DEVICE-ASSERT"),
+    ):
+        found = explain(-6, text=f"terminate called after …\n  {text}{error}\n{frames}")
+        assert (found.code, found.victim) == (code, False)
+    assert explain(-6, text=f"terminate called after …\n{frames}").victim
+
+
 def test_a_mismatch_accuses_nobody_by_itself() -> None:
     """gloo aborts the neighbour of the rank that sends another size, which may be in the right."""
     text = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."

@@ -111,6 +111,18 @@ def test_real_exception_with_a_long_message(tmp_path: Path) -> None:
         ("just a line", ""),
         ("", ""),
         (
+            "terminate called without an active exception",
+            "terminate called without an active exception",
+        ),
+        (
+            "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+            "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread "
+            "terminated with exception: CUDA error: an illegal memory access was encountered\n"
+            "frame #0: c10::Error::Error",
+            "Process group watchdog thread terminated with exception: CUDA error: an illegal "
+            "memory access was encountered",
+        ),
+        (
             "Traceback (most recent call last):\n"
             '  File "a.py", line 1, in f\n'
             "    g()\n"
