@@ -120,17 +120,13 @@ class Recorders:
         """
         places = self._ask(pids, until, self._traces)[0]
         self._note(places)
-        new = {
-            rank: pids[rank]
-            for rank, one in places.items()
-            if rank in pids and one.groups and not (one.done or one.is_held)
-        }
-        if (
-            new and time.monotonic() >= self._look_at
-        ):  # NCCL's first is not recorded while it is made
+        # The first collective of NCCL is not recorded before it has connected the ranks.
+        new = [rank for rank, one in places.items() if one.groups and not (one.done or one.is_held)]
+        unseen = {rank: pids[rank] for rank in new if rank in pids and DEVICE_TRACE in self._traces}
+        if unseen and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + FIRST_LOOK_S
-            return self.with_receives(places, new, until)
-        return _awaiting(places, {k: one for k, one in self._since.items() if k in new})
+            return self.with_receives(places, unseen, until)
+        return _awaiting(places, {k: one for k, one in self._since.items() if k in unseen})
 
     def with_receives(
         self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float

@@ -138,9 +138,10 @@ def _as_one(entries: list[_Entry]) -> tuple[list[_Entry], set[str]]:
 
 def _is_part(entry: _Entry, whole: _Entry, parts: list[_Entry]) -> bool:
     """Whether the operation before such parts is carried out with them."""
-    if parts or entry.process_group != whole.process_group:
-        return bool(parts) and entry.place == parts[0].place
-    return entry.place == whole.place or (entry.is_p2p and _waits(entry))
+    if parts:
+        return entry.place == parts[0].place
+    is_one = entry.place == whole.place or (entry.is_p2p and _waits(entry))
+    return is_one and entry.process_group == whole.process_group
 
 
 def _whole(one: _Entry, parts: list[_Entry]) -> _Entry:
