@@ -161,11 +161,12 @@ def whole(minimum: int, maximum: int = LARGEST_WHOLE) -> Callable[[str], int]:
 
 
 def seconds(raw: str) -> float:
-    """Return a duration in seconds, 0 or more."""
+    """Return a duration in seconds, 0 or more: of a number, or of one with a unit (30m)."""
+    match = _DURATION.fullmatch(raw.strip())
     try:
-        number = float(raw)
+        number = float(raw) if match is None else float(match[1]) * _UNITS[match[2]]
     except ValueError:
-        raise ValueError("is not a number of seconds") from None
+        raise ValueError("is not a number of seconds, nor one with a unit: 90s, 30m, 3h") from None
     if not math.isfinite(number):
         raise ValueError("is not a finite number of seconds")
     if number < 0:

@@ -42,7 +42,7 @@ def test_what_is_read(text: str, found: dict[str, str]) -> None:
         ("heart_beat=3", "did you mean 'heartbeat'?"),
         ("timeout=3,,is_host=1", "is not of the form key=value"),
         ("join_timeout=0", "has a bad value for 'join_timeout': '0' is not more than 0 seconds"),
-        ("join_timeout=10m", "'10m' is not a number of seconds"),
+        ("join_timeout=10x", "'10x' is not a number of seconds, nor one with a unit"),
         ("heartbeat=-1", "has a bad value for 'heartbeat': '-1' is less than 0"),
         ("settle=nan", "is not a finite number"),
         ("is_host=maybe", "is neither yes nor no"),

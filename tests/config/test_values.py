@@ -74,7 +74,7 @@ BAD = [
     ("nproc-per-node", "0", "at least 1 worker"),
     ("hang-timeout", "0", "is not more than 0 seconds; off switches it off"),
     ("hang-timeout", "-1", "is less than 0 seconds; auto and off are the other values"),
-    ("hang-timeout", "10m", "is not a number of seconds; auto and off are the other values"),
+    ("hang-timeout", "10x", "with a unit: 90s, 30m, 3h; auto and off are the other values"),
     ("progress-regex", "", "is empty"),
     ("progress-regex", "step (", "is not a regular expression: missing ), unterminated"),
     ("progress-regex", "(a)(b)", "has 2 groups; one at most"),
@@ -155,3 +155,12 @@ def test_every_default_is_a_value_of_its_flag() -> None:
     for flag in FLAGS:
         if flag.default is not None:
             flag.kind.read(flag.default)
+
+
+@pytest.mark.parametrize(
+    ("raw", "number"),
+    [("90", 90.0), ("1.5", 1.5), ("1e3", 1000.0), ("90s", 90.0), ("1.5h", 5400.0)],
+)
+def test_seconds_with_and_without_a_unit(raw: str, number: float) -> None:
+    """As the durations of every other command."""
+    assert values.seconds(raw) == number
