@@ -430,12 +430,12 @@ def _step_text(worker: WorkerProgressRecord | None) -> str:
 
 
 def _doing_text(worker: WorkerProgressRecord | None) -> str:
-    """Return "in section eval, allgather #3, 12 s ago", or nothing where nothing is known."""
+    """Return "in section eval, 12 s ago, last call allgather #3", or nothing if it is unknown."""
     if worker is None or worker["silent_s"] is None:
         return ""
     parts = [f"in section {worker['section']}"] if worker["section"] else []
-    parts += [worker["doing"]] if worker["doing"] else []
-    return ", ".join([*parts, f"{duration(worker['silent_s'])} ago"])
+    parts.append(f"{duration(worker['silent_s'])} ago")
+    return ", ".join([*parts, f"last call {worker['doing']}"] if worker["doing"] else parts)
 
 
 def _save_facts(record: Record, standing: Standing) -> Iterator[tuple[str, str]]:

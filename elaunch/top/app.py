@@ -7,6 +7,9 @@ core. The keys are those of k9s; ``?`` shows them.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,6 +61,8 @@ class TopApp(App[None]):
         Binding("r", "again", "Read again", show=False),
         Binding("escape", "back", "Back", show=False),
         Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
     def __init__(self, reader: TopReader) -> None:
@@ -85,6 +90,16 @@ class TopApp(App[None]):
                 yield self._chosen
         yield self._field
         yield Footer(show_command_palette=False)
+
+    def on_load(self) -> None:
+        """Have signals that end the command give the terminal back first."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            asyncio.get_running_loop().add_signal_handler(number, self._leave, 128 + number)
+
+    def _leave(self, code: int) -> None:
+        if not os.isatty(sys.stdin.fileno()):
+            os._exit(code)  # the terminal is gone, and the driver would wait for it
+        self.exit(return_code=code)
 
     def on_mount(self) -> None:
         """Begin to read."""

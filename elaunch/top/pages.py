@@ -47,7 +47,7 @@ m            what the script has reported        elaunch metrics RUN --json
 /            filter: a rank, a state, a host; elsewhere lines
 r            read again now
 Esc          end the filter, go back
-q            quit; the job goes on
+q, Ctrl-C    quit; the job goes on
 
 ✗   a rank has failed, is gone, or is silent for half of the hang timeout
 !   a rank is behind the others, or comes last to the collectives
@@ -267,7 +267,7 @@ def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
 def _rank_facts(worker: Worker) -> Iterator[tuple[str, str]]:
     yield "ended", worker["exit"] or ""
     yield "step", "" if worker["step"] is None else str(worker["step"])
-    yield "doing", worker["doing"]
+    yield "last call", worker["doing"]
     yield "status", worker.get("status") or ""
     yield "silent for", "" if worker["silent_s"] is None else duration(worker["silent_s"])
     if worker["cpu_percent"] is not None:

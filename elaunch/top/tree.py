@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elaunch.monitor.screen.summary import BAD, WORKER_FIELDS, lagging
@@ -98,7 +98,8 @@ def rows(
     """Return what the tree shows; with a ``needle`` the ranks in which it is, and their nodes."""
     state, wanted = summary["state"], needle.lower()
     level = 2 if state in BAD else max((node.level for node in found), default=0)
-    lines = [TreeRow(JOB, one_line(summary["run_id"]), state, "", level, JOB in opened)]
+    job = TreeRow(JOB, one_line(summary["run_id"]), state, "", level, JOB in opened)
+    lines = [job]
     for node in found if JOB in opened or wanted else ():
         host = one_line(node.host)
         named = wanted in f"node {node.number} {host}".lower()
@@ -117,6 +118,8 @@ def rows(
             step = "" if shown.get("step") is None else f"step {shown['step']}"
             key = (node.number, rank)
             lines.append(TreeRow(key, f"rank {rank}", shown.get("state", ""), step, worst))
+    if wanted and lines == [job]:
+        return [replace(job, note="no match")]
     return lines
 
 

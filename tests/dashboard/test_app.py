@@ -157,7 +157,7 @@ def test_a_live_run_shows_who_stands_still(app: App, play: Play) -> None:
         ("warn", "Behind: rank 1 at step 40 of 50"),
         ("warn", "The last save came to nothing"),
     ]
-    assert shown["attention"][0]["detail"] == "rank 1: all_reduce #61"
+    assert shown["attention"][0]["detail"] == "last call of rank 1: all_reduce #61"
     rows = [dict(zip(shown["worker_fields"], row, strict=True)) for row in shown["workers"]]
     assert [(row["rank"], row["state"], row["step"]) for row in rows] == [
         (0, "RUNNING", 50),

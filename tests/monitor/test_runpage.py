@@ -236,7 +236,7 @@ def test_how_far_the_workers_are(tmp_path: Path) -> None:
     assert "  status        warming up" in lines
     assert "  hang timeout  10m 00s" in lines
     (row,) = (line for line in lines if line.startswith("   1"))
-    assert row.endswith("42  in section eval, barrier #3, 12 s ago")
+    assert row.endswith("42  in section eval, 12 s ago, last call barrier #3")
 
 
 @pytest.mark.parametrize(

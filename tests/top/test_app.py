@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -27,6 +35,12 @@ from tests.top.screens import closed, drawn, run_json, seen
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] 漢字\u202e\tend"
 SMALL, WIDE = (80, 24), (200, 50)
+LEADER = """
+import fcntl, sys, termios
+from elaunch.__main__ import main
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # as a terminal's shell: its end is a SIGHUP
+sys.exit(main())
+"""
 Drive = Callable[[Pilot[None]], Awaitable[None]]
 
 
@@ -306,6 +320,60 @@ def test_a_job_that_runs(elaunch: Launcher, tmp_path: Path) -> None:
 
     drive(RunDir(Path(place["dir"])), elaunch.env, SMALL, act)
     assert place["nodes"][0]["ranks"][0]["level"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("\x03", 0),  # Ctrl-C
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGQUIT, 131),
+        (None, 129),  # the terminal is closed
+    ],
+)
+def test_the_end_gives_the_terminal_back(
+    run: RunDir, environ: dict[str, str], end: str | signal.Signals | None, code: int
+) -> None:
+    """Also from the log: no raw mode is left, and no second screen; a closed one is left alone."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    before = termios.tcgetattr(theirs)
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER, "top", str(run.path)],
+        env={**os.environ, **environ, "TERM": "xterm-256color"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as top:
+        seen = _read_until(ours, b"rank 1")
+        os.write(ours, b"l")
+        seen += _read_until(ours, b"log of")
+        if isinstance(end, str):
+            os.write(ours, end.encode())
+        elif end is not None:
+            top.send_signal(end)
+        else:
+            os.close(theirs)
+            os.close(ours)
+        if end is not None:
+            assert b"\x1b[?1049h" in seen
+            _read_until(ours, b"\x1b[?1049l")
+        assert top.wait(60) == code
+    if end is not None:
+        assert termios.tcgetattr(theirs) == before
+        os.close(theirs)
+        os.close(ours)
+
+
+def _read_until(descriptor: int, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        assert select.select([descriptor], [], [], 60)[0], seen
+        seen += os.read(descriptor, 1 << 16)
+    return seen
 
 
 @pytest.mark.slow

@@ -72,6 +72,8 @@ def test_a_filter_shows_ranks_with_their_nodes() -> None:
     called = nodes(said, [one | {"doing": "allgather #3"} for one in workers])
     assert [row.key for row in rows(said, called, (), "3")] == [JOB, (1,), (1, 3)]
     assert [row.key for row in rows(said, found, {(1,)}, "beta")] == [JOB, (1,), (1, 2), (1, 3)]
+    (nothing,) = rows(said, found, (), "zzz")
+    assert (nothing.key, nothing.note) == (JOB, "no match")
 
 
 def test_hostile_names_stay_on_their_line() -> None:

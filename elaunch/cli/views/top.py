@@ -17,7 +17,7 @@ from elaunch.monitor.page import on_terminal
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--json", "as_json", is_flag=True, help="Print the tree once (docs/top.md).")
 @click.pass_context
-def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
+def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
     """Watch RUN as a tree of its nodes and ranks, the worst first; ? shows the keys.
 
     The command only reads, and works while the job runs, after it ended, and after its agent was
@@ -35,7 +35,7 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
         reader = RunReader(found)
         summary = reader.read(patience=WORKERS_S)
         click.echo(json.dumps(tree.document(summary, tree.nodes(summary, reader.rows)), indent=2))
-        return
+        return None
     if not (on_terminal() and sys.stdin is not None and sys.stdin.isatty()):
         raise UsageError(
             "top draws on a terminal: `elaunch top --json` prints the tree once, "
@@ -47,11 +47,13 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> None:
         text = "elaunch: note: this is `elaunch status --watch`; the tree takes textual: "
         click.echo(f"{text}pip install 'elaunch[top]'", err=True)
         ctx.invoke(status, run=str(found.path), watching=True, **dict.fromkeys(_places()))
-        return
+        return None
     from elaunch.top.app import TopApp
     from elaunch.top.pages import TopReader
 
-    TopApp(TopReader(found)).run()
+    app = TopApp(TopReader(found))
+    app.run()
+    return int(app.return_code or 0)
 
 
 def _places() -> list[str]:

@@ -198,7 +198,7 @@ const noteOf = (run, rank) => run.grid.find((node) => rank >= node.first && rank
 function described(run, worker) {
   const { rank, state, step, doing, silent_s, cpu_percent, rss_bytes, pid, exit } = Object.fromEntries(
     run.worker_fields.map((name, i) => [name, worker[i]]));
-  return [noteOf(run, rank), `rank ${rank}: ${state}`, step !== null && `step ${step}`, doing, silent_s !== null && `reported ${span(silent_s)} ago`,
+  return [noteOf(run, rank), `rank ${rank}: ${state}`, step !== null && `step ${step}`, doing && `last call ${doing}`, silent_s !== null && `reported ${span(silent_s)} ago`,
     cpu_percent !== null && `CPU ${Math.round(cpu_percent)} %`, rss_bytes !== null && size(rss_bytes), pid && `pid ${pid}`, exit].filter(Boolean).join(" · ");
 }
 
@@ -211,7 +211,7 @@ function ranks(run) {
   const columns = [["Rank", "number", (w) => w[0]], ["State", "", (w) => w[2]], ["Step", "number", number("step", String)],
     ["Reported", "number", number("silent_s", (s) => `${span(s)} ago`)], ["CPU", "number", number("cpu_percent", (c) => `${Math.round(c)} %`)],
     ["Memory", "number spare", number("rss_bytes", size)], ["pid", "number spare", number("pid", String)],
-    ["", "wide", (w) => [field(run, w, "doing"), field(run, w, "exit")].filter(Boolean).join(", ") || null]]
+    ["", "wide", (w) => [field(run, w, "doing") && `last call ${field(run, w, "doing")}`, field(run, w, "exit")].filter(Boolean).join(", ") || null]]
     .filter(([, , of], i) => i < 2 || run.workers.some((worker) => of(worker) !== null));
   return [run.workers.length > LISTED ? h("h2", {}, `The ${LISTED} ranks to look at first, of ${run.workers.length}`) : "",
     table(columns, order.slice(0, LISTED).map((worker) => ({ cells: columns.map(([, , of]) => of(worker)) })))];

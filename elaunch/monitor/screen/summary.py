@@ -231,7 +231,7 @@ def _standing_still(
     if silent and limit:
         longest = max(silent, key=lambda worker: float(worker["silent_s"]))
         names = ranks(sorted(worker["rank"] for worker in silent))
-        detail = longest["doing"] and f"rank {longest['rank']}: {longest['doing']}"
+        detail = longest["doing"] and f"last call of rank {longest['rank']}: {longest['doing']}"
         yield _item(
             "bad",
             f"No progress of {names} for {duration(longest['silent_s'])}; "
