@@ -355,10 +355,11 @@ def hook(raw: str) -> str:
     found = raw.strip()
     if not found:
         raise ValueError("is empty")
-    if re.match(r"https?:", found):
+    if re.match(r"https?:", found, re.IGNORECASE):
         try:
             url = urlsplit(found)
             host, _ = url.hostname, url.port
+            found = url.scheme + found[len(url.scheme) :]
         except ValueError as error:
             raise ValueError(f"is no URL: {error}") from None
         if not host or not found.isprintable() or " " in found:

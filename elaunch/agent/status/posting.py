@@ -1,15 +1,17 @@
-"""Posts JSON over HTTP: no proxy, no redirect."""
+"""Posts JSON over HTTP, with the user and password of the address: no proxy, no redirect."""
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import socket
 import ssl
+import string
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 POST_S: Final = 5.0
 """Seconds for each step: to connect, to send, to be answered."""
@@ -42,8 +44,8 @@ def post(
         cut = threading.Timer(WHOLE_S, socket.socket.shutdown, (connection.sock, socket.SHUT_RDWR))
         cut.daemon = True
         cut.start()
-        path = f"{url.path}?{url.query}" if url.query else url.path
-        sent = {"Content-Type": "application/json", **headers}
+        path = quote(f"{url.path}?{url.query}" if url.query else url.path, string.punctuation)
+        sent = {"Content-Type": "application/json", **_login(url), **headers}
         connection.request("POST", path or "/", json.dumps(body), sent)
         answer = connection.getresponse()
         said = answer.read(MOST_BYTES).decode("utf-8", "replace")
@@ -53,3 +55,11 @@ def post(
         if cut is not None:
             cut.cancel()
         connection.close()
+
+
+def _login(url: SplitResult) -> dict[str, str]:
+    """Return the header for the user and password of the address, if it has some."""
+    if url.username is None:
+        return {}
+    login = f"{unquote(url.username)}:{unquote(url.password or '')}"
+    return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}

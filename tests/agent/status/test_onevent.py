@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import threading
@@ -76,11 +77,13 @@ def test_a_command_gets_each_event_as_json(tmp_path: Path) -> None:
 
 
 def test_a_url_gets_a_post() -> None:
-    """With what the command would read."""
+    """With what the command would read, and the user, password and letters of the address."""
     got: list[dict[str, Any]] = []
+    heads: set[tuple[str, str | None]] = set()
 
     class Taker(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            heads.add((self.path, self.headers["Authorization"]))
             got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
@@ -90,11 +93,13 @@ def test_a_url_gets_a_post() -> None:
 
     server = HTTPServer(("127.0.0.1", 0), Taker)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    with hooked(f"http://127.0.0.1:{server.server_port}/x?y=1") as hook:
+    target = values.hook(f"HTTP://me:p%40ss@127.0.0.1:{server.server_port}/é%2F?y=1")
+    with hooked(target) as hook:
         show(hook, READY, started(0), started(1), *ENDS)
     server.shutdown()
     server.server_close()
     assert [one["event"] for one in got] == ["started", "ended"]
+    assert heads == {("/%C3%A9%2F?y=1", f"Basic {base64.b64encode(b'me:p@ss').decode()}")}
 
 
 @pytest.mark.parametrize(
