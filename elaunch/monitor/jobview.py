@@ -206,7 +206,9 @@ class JobView:
         """Return why the job is in its state."""
         said = self.plan.reason if self.plan else ""
         if self.plan and self.plan.waits:
-            said = f"{said}; {self.plan.waits}" if said else self.plan.waits
+            # What is waited for is mostly the plan's reason, and for how long.
+            more = "" if self.plan.waits.startswith(said) else f"{said}; "
+            said = more + self.plan.waits
         if self.problem or self.state != "LOST":
             return self.problem or said
         last = f"; the last word of the coordinator: {said}" if said else ""

@@ -188,6 +188,9 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
         yield "started", f"{date(record['started_at'])}; when it ended is not known"
     if record["ended_at"] is not None and not standing.live:
         yield "ended", date(record["ended_at"])
+    if (written := standing.written_at) is not None:
+        age = duration(max(0.0, standing.taken_at - written))
+        yield "as of", f"{date(written)}, {age} ago: the record is not newer"
     yield "round", str(record["round"])
     used = record["restarts"]
     yield (
@@ -203,7 +206,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
         yield "last", verdict.late_text(verdict.last_rank(lateness))
     yield from _checkpoint_facts(view)
     yield from _save_facts(record, view.standing)
-    yield from verdict.facts(record)
+    yield from verdict.facts(record, current=standing.written_at is None)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
     report = standing.run.report(record["round"], "txt")

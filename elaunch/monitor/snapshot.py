@@ -143,8 +143,12 @@ def _running(standing: Standing, workers: Sequence[WorkerRecord]) -> frozenset[i
 
 
 def _state(worker: WorkerRecord, running: Collection[int], standing: Standing) -> str:
-    lost = worker["state"] in (STARTING, RUNNING) and worker["pid"] not in running
-    return GONE if lost and standing.agent in ("gone", "ended", "runs") else worker["state"]
+    if worker["pid"] in running or worker["state"] not in (STARTING, RUNNING):
+        return worker["state"]
+    over = standing.agent in ("gone", "ended", "runs")
+    # An agent that does not answer may have started it since.
+    quiet = standing.agent in ("silent", "stopped") and standing.here
+    return GONE if over or (quiet and worker["state"] == RUNNING) else worker["state"]
 
 
 def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:

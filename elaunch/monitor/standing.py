@@ -67,6 +67,16 @@ class Standing:
         return self.record is None or self.record["agent"]["host"] == os.uname().nodename
 
     @property
+    def written_at(self) -> float | None:
+        """When the record was written, in seconds since the epoch, if it may be out of date."""
+        if self.record is None or self.agent in ("answers", "ended", "runs"):
+            return None
+        try:
+            return self.run.state_file.stat().st_mtime
+        except OSError:
+            return None
+
+    @property
     def duration_s(self) -> float | None:
         """Return how long the run has lasted in seconds; None where its end is not known."""
         if self.record is None:

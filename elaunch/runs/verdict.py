@@ -113,9 +113,10 @@ def goodput(timing: TimingRecord) -> float:
     return timing["seconds"].get("train", 0.0) / timing["wall_s"] if timing["wall_s"] > 0 else 0.0
 
 
-def facts(record: Record) -> Iterator[tuple[str, str]]:
+def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
     """Yield names and values: goodput, recoveries, slowest rank, advice; nothing if none is known.
 
+    What a record that is not ``current`` does not have may have come since: nothing is said of it.
     A record of an earlier version, or of a run without an agent, has no timing. That of all nodes,
     at the end of a job, takes the place of this node's own.
     """
@@ -130,8 +131,12 @@ def facts(record: Record) -> Iterator[tuple[str, str]]:
         late = job["late"]
     nodes = 1 if job is None else job["nodes"]
     alone = job is None and record.get("node_count", 1) > 1
+    if not current:
+        timing = timing | {"reports": "steps"}
     yield "goodput", _goodput(timing, nodes, " of this node alone" if alone else "", before)
     yield "recoveries", _recoveries(record)
+    if not current:
+        return
     yield "slowest rank", _slowest(timing, late, nodes)
     yield "advice", _advice(record, timing, late)
 

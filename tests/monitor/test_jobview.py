@@ -113,6 +113,14 @@ def test_the_state_of_the_job(plan: Plan | None, state: str, live: bool) -> None
     assert (view.state, view.live) == (state, live)
 
 
+def test_what_is_waited_for_is_said_once() -> None:
+    """It is mostly the plan's reason, and for how long."""
+    waits = f"{PLAN.reason}, for 30 s"
+    assert viewed(structs.replace(PLAN, waits=waits)).reason == waits
+    told = viewed(structs.replace(PLAN, waits="node2 does not answer, for 30 s")).reason
+    assert told == f"{PLAN.reason}; node2 does not answer, for 30 s"
+
+
 def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
     lost = view_job("train", PLACE, StoredJob(PLAN, 7), NOW)
     assert (lost.state, lost.live) == ("LOST", False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import zipfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import RunDirError
 from elaunch.monitor.document import list_document, run_document
+from elaunch.monitor.runpage import run_page
 from elaunch.monitor.snapshot import take
 from elaunch.monitor.standing import overview
 from elaunch.runs.directory import create
@@ -19,6 +21,7 @@ from elaunch.runs.identity import worker_is_alive
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
+from tests.runs.test_verdict import ended
 
 
 def save(path: Path, age_s: float) -> None:
@@ -50,6 +53,23 @@ def test_workers_of_a_killed_agent_are_gone(play: Play) -> None:
     assert [(worker.state, worker.usage) for worker in view.workers] == [("GONE", None)] * 2
     assert view.standing.reason is not None
     assert view.standing.reason.endswith("its workers were ended with it")
+
+
+@pytest.mark.slow
+def test_a_worker_that_ended_while_its_agent_was_suspended_is_gone(play: Play) -> None:
+    """The record still has it running; what it says is not newer than the record."""
+    agent = play(2)
+    timing = {**ended(3.0)["timing"], "reports": "nothing"}  # type: ignore[dict-item]
+    agent.write(timing=timing)
+    dead = agent.record()["workers"][0]
+    agent.process.send_signal(signal.SIGSTOP)
+    os.kill(dead["pid"], signal.SIGKILL)
+    wait_until(lambda: not worker_is_alive(dead), 30)
+    view = take(agent.run)
+    assert [worker.state for worker in view.workers] == ["GONE", "RUNNING"]
+    shown = " ".join(str(part) for part in run_page(view))
+    assert "as of" in shown and "the record is not newer" in shown and "is train" in shown
+    assert "reports nothing" not in shown and "advice" not in shown
 
 
 def test_workers_that_ended_keep_their_exits(play: Play) -> None:

@@ -103,7 +103,7 @@ class RunReader:
             "grid": list(_grid(document, view)),
             "failures": failures,
             "time_classes": verdict.CLASSES,
-            "verdict": list(verdict.facts(view.record)),
+            "verdict": list(verdict.facts(view.record, current=view.standing.written_at is None)),
             "attention": list(attention(document, failures, rows)),
         }
 
