@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from elaunch.endings import how_it_ended
 from elaunch.monitor.jobview import JobView, NodeView
 from elaunch.monitor.page import (
     NOTHING,
@@ -22,6 +23,7 @@ from elaunch.monitor.page import (
     Title,
 )
 from elaunch.monitor.runpage import SHOWN_MESSAGE_LINES, restarts_text
+from elaunch.rendezvous import text
 from elaunch.rendezvous.plan import Plan, WorkerFailure
 from elaunch.rendezvous.times import to_record
 from elaunch.runs import verdict
@@ -118,12 +120,13 @@ def _failure(failure: WorkerFailure) -> Iterator[str]:
 
 def _which_failed(failure: WorkerFailure) -> str:
     """Return which worker failed and how."""
-    code = failure.exitcode
-    ended = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
-    return (
+    if failure.is_hang or failure.rank < 0 or failure.local_rank < 0:
+        return text.failure(failure)
+    first = (
         f"rank {failure.rank} (local_rank {failure.local_rank}, pid {failure.pid}) "
-        f"on {failure.host or '?'} {ended}"
+        f"on {failure.host or '?'} {how_it_ended(failure.exitcode)}"
     )
+    return text.accused(failure.summary, first)
 
 
 def _facts(view: JobView) -> Iterator[tuple[str, str]]:

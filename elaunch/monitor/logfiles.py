@@ -169,6 +169,18 @@ def _elsewhere(run: RunDir, own: Record, known: Sequence[LogNode]) -> list[LogNo
     return found
 
 
+def _left_out(run: RunDir, known: Sequence[LogNode]) -> str:
+    """Return which nodes' logs cannot be had here, since no agent is there to ask, or ""."""
+    own, ranks = run.read_state(), {node.rank for node in known}
+    if condition(own["agent"]) == "alive" or own.get("node_rank") is None:
+        return ""
+    rows = enumerate(own.get("nodes", []))
+    away = [f"{rank} ({row['host']})" for rank, row in rows if rank not in ranks]
+    if not away:
+        return ""
+    return f"the logs of {text.count(len(away), 'node')} are not here: {text.listed(away)}"
+
+
 def parse_ranks(flag: str, raw: str) -> frozenset[int]:
     """Return the ranks of ``3,7-9``; raises UsageError."""
     ranks: set[int] = set()
@@ -265,7 +277,8 @@ class FollowedLog:
 class Reader:
     """Shows the output of some nodes of a run on two streams.
 
-    ``warn`` takes a sentence for each other node that cannot be read; the rest is shown.
+    ``warn`` takes a sentence for each other node that cannot be read, and one for those whose
+    logs are not here; the rest is shown.
     """
 
     def __init__(
@@ -293,6 +306,8 @@ class Reader:
             self._show(out)
             if not live:
                 self._end(out)
+                if self._choice.node is None and (away := _left_out(self._run, self._nodes)):
+                    self._warn(away)
             for stream in out.values():
                 stream.flush()
             if not live:

@@ -82,8 +82,8 @@ def failure(found: WorkerFailure) -> str:
     if found.rank < 0 or found.local_rank < 0:
         first_line = found.text.strip().partition("\n")[0]
         return f"{first_line or f'exit code {code}'}{where}"
-    if found.is_hang:
-        return f"{found.summary}{where}"
+    if found.is_hang:  # the ranks that it names may be another node's
+        return f"{found.summary} (seen on {host})" if host else found.summary
     rank = f"rank {found.rank} on {host}" if host else f"rank {found.rank}"
     return accused(found.summary, f"{rank} {how_it_ended(code)}")
 

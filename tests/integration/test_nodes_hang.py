@@ -68,7 +68,7 @@ def test_the_culprit_is_found_among_all_nodes_ranks(cluster: Build, what: str) -
     done = [agent.wait(DEADLINE) for agent in agents]
     assert [one.returncode for one in done] == [77, 77], done
     assert WORDS[what] in done[0].stderr and WORDS[what] in done[1].stderr
-    assert "(on node2)" in done[0].stderr or what == "collective"
+    assert "(seen on node2)" in done[0].stderr or what == "collective"
 
 
 NODES = {

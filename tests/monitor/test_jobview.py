@@ -268,6 +268,14 @@ def test_the_cause_of_the_end_comes_first() -> None:
     ]
 
 
+def test_a_hang_is_no_exit() -> None:
+    """The ranks that it names may be another node's than its agent's."""
+    hang = WorkerFailure(rank=9, host="node1", exitcode=77, summary="rank 9 does not answer")
+    plan = structs.replace(PLAN, failure=hang)
+    shown = plain(job_page(viewed(plan, aaaaaa=agent(1)))).splitlines()
+    assert "  last failure  rank 9 does not answer (seen on node1)" in shown
+
+
 def test_agents_that_gather() -> None:
     waiting = agent(1, state="ready", round=-1)
     text = plain(job_page(viewed(None, aaaaaa=waiting, bbbbbb=agent(2, round=-1))))
@@ -278,7 +286,7 @@ def test_agents_that_gather() -> None:
 def test_a_failure_of_which_little_is_known_is_shown() -> None:
     failure = WorkerFailure(rank=1, exitcode=-9)
     plan = structs.replace(PLAN, phase="ending", cause="failure", failure=failure)
-    assert "rank 1 (local_rank 0, pid 0) on ? was killed by signal 9" in plain(
+    assert "rank 1 (local_rank 0, pid 0) on ? was killed by SIGKILL" in plain(
         job_page(viewed(plan))
     )
 

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +92,19 @@ def test_lines_of_all_nodes_by_time(home: dict[str, str]) -> None:
         nodes_of(zero, "h9", home)
     places = directories(zero, nodes_of(zero, None, home), Choice())
     assert [(rank, number) for rank, number, _ in places] == [(0, 0), (2, 0), (3, 0)]
+
+
+def test_nodes_whose_logs_are_not_here(home: dict[str, str]) -> None:
+    """They are named, where no agent is there that would ask for them."""
+    run = recorded(runs_in(home), 1, ("a-1", "b-1"))
+    written(run.logs, [(NOW, 0, "stdout", b"a\n")], first=2)
+    argv = [sys.executable, "-m", "elaunch", "logs", "j.2"]
+    done = subprocess.run(argv, env=os.environ | home, capture_output=True, check=True)
+    note = b"the logs of 1 node are not here: 0 (h0)\n"
+    assert (done.stdout, done.stderr) == (b"[rank 2]: a\n", note)
+    recorded(runs_in(home), 0, ("a-1", "b-1"))
+    done = subprocess.run(argv, env=os.environ | home, capture_output=True, check=True)
+    assert done.stderr == b""
 
 
 def test_a_run_directory_that_was_copied(home: dict[str, str], tmp_path: Path) -> None:

@@ -205,7 +205,9 @@ def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     everyone = (report.first, *report.victims, *report.stopped)
     guilty = next((each for each in everyone if (each.exit.rank,) == named), None)
     yield from _wrap(hang.reason)
-    who = f"local_rank {guilty.exit.local_rank}, pid {guilty.exit.pid}, " if guilty else ""
+    who = "seen "
+    if guilty:
+        who = f"local_rank {guilty.exit.local_rank}, pid {guilty.exit.pid}, "
     yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
     yield f"(elaunch explain {report.code})"
     if guilty and guilty.message:

@@ -303,7 +303,7 @@ def test_a_hang_in_the_table_and_in_json() -> None:
 def test_a_hang_of_all_without_stacks() -> None:
     """Nobody is accused; what is missing is said."""
     text = render_cause(hung(replace(HANG, ranks=(0, 1, 2), groups=(), problems=(), last=())))
-    assert "(on host node0, 75.2 s into round 0; known by the script)" in text
+    assert "(seen on host node0, 75.2 s into round 0; known by the script)" in text
     assert "The stacks of the workers could not be taken in time." in text
 
 
