@@ -206,7 +206,8 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
         yield "last", verdict.late_text(verdict.last_rank(lateness))
     yield from _checkpoint_facts(view)
     yield from _save_facts(record, view.standing)
-    yield from verdict.facts(record, current=standing.written_at is None)
+    begun = standing.state != "STARTING"  # no script can have reported before
+    yield from verdict.facts(record, current=begun and standing.written_at is None)
     if record["log_dir"]:
         yield "logs", record["log_dir"]
     report = standing.run.report(record["round"], "txt")

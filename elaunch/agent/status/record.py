@@ -167,6 +167,8 @@ class StatusRecord:
         record["reason"] = reason or record["reason"]
         if isinstance(event, events.PlanSeen) and state.limits.meets:
             self._note_plan(event.plan, event.name)
+            if not reason and state.phase is Phase.MEETING and event.plan.phase == "forming":
+                record["reason"] = event.plan.waits or event.plan.reason or record["reason"]
         record["restarts"]["used"] = state.restarts
         record["restarts"]["without_progress"] = state.without_progress
         if self._worth_writing(state, event, action):

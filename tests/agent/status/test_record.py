@@ -160,6 +160,21 @@ def test_how_long_a_run_lasts_where_the_clock_is_set(
     assert 0 <= found["history"][0]["lasted_s"] <= lasted(found, 0.0) < 600
 
 
+def test_the_reason_names_the_node_that_is_waited_for(tmp_path: Path) -> None:
+    """As long as no round begins; not only that this node waits."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    settings = resolve({}, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
+    record = StatusRecord(settings, RunDir(tmp_path), None, print)
+    waiting = State(Limits(1, meets=True), phase=Phase.MEETING)
+    for plan in (
+        Plan("job", 0, "forming", reason="node b was lost"),
+        Plan("job", 0, "forming", reason="node b was lost", waits="node b was lost, for 30 s"),
+    ):
+        record.see(turn.make_turn(waiting, events.PlanSeen(plan, "a")))
+        assert record.snapshot()["reason"] == (plan.waits or plan.reason)
+
+
 def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
     """Each agent writes its record at each change: N times N nodes would be most of a round. A
     command that asks any agent sees all of them."""
