@@ -134,8 +134,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _announce(settings: Settings, directory: Path) -> None:
-    run = settings.run_id
-    print(run, flush=True)
+    print(settings.run_id, flush=True)
+    run = directory.name
     print(
         f"elaunch: detached; `elaunch status {run}`, `elaunch logs -f {run}`, `elaunch stop {run}`;"
         f" its output is in {directory / CONSOLE}",

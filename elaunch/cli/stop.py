@@ -39,7 +39,7 @@ def stop(run: str, timeout: float | None) -> int:
     from elaunch.wire.local import is_readable
 
     found = directory.find(run, os.environ)
-    name = directory.run_id_of(found)
+    name = directory.unique_name(found, os.environ)
     agent = nodeviews.send_stop(found)
     ended = True
     if agent is not None:
@@ -66,7 +66,7 @@ def _asked(run: str, request: dict[str, object], verb: str) -> None:
         raise UsageError(f"--reason {reason!r}: give a text of one line")
     found = directory.find(run, os.environ)
     done = nodeviews.asked(found, request, verb)
-    click.echo(f"{directory.run_id_of(found)}: {done}")
+    click.echo(f"{directory.unique_name(found, os.environ)}: {done}")
 
 
 @click.command("preempt")

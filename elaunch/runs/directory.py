@@ -315,6 +315,12 @@ def handle(run: RunDir) -> str:
     return _handle(run, _read(run))
 
 
+def unique_name(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Return the run's id, or its :func:`handle` if other runs have the same id."""
+    run_id = run_id_of(run)
+    return run_id if len(runs_of(run_id, environ)) < 2 else handle(run)
+
+
 def _handle(run: RunDir, record: Record | None) -> str:
     name = run.path.name
     first = re.search(r"\.\d+$", name) is None

@@ -77,7 +77,7 @@ def init(
         chief_only: refuse metrics from other ranks than 0, as Determined's docs ask for.
         tensorboard: write the metrics for TensorBoard as well: True (beside the metrics) or a
             directory.
-        announce: have rank 0 print one line on stderr that says where the run is.
+        announce: have rank 0 print one line on stderr, in round 0, that says where the run is.
 
     Raises:
         ContextError: a context is open already; or the name cannot be printed on one line.
@@ -142,7 +142,7 @@ class Context:
             raise
         self.is_open = True
         self._watch_for_the_end()
-        if options.announce and distributed.rank == 0:
+        if options.announce and distributed.rank == 0 and not self.info.round:
             where = self.directory.name
             print(
                 f"elaunch: run {where}: `elaunch status {where}`, {self.directory}", file=sys.stderr

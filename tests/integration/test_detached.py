@@ -81,7 +81,7 @@ def test_it_outlives_its_shell_and_is_found_by_name(
 @detaches
 @pytest.mark.slow
 def test_stop_ends_a_run_by_its_name(elaunch: Launcher, script: list[str | Path]) -> None:
-    """It waits for the end; of a run that is over it says so."""
+    """It waits for the end; of a run that is over it says so; of two runs of an id, which."""
     words = ["run", "-d", "--rdzv-id", "back", "--start-method", "spawn", *script]
     assert elaunch.run(words).stdout == "back\n"
     is_up(elaunch, "back", 1)
@@ -90,6 +90,9 @@ def test_stop_ends_a_run_by_its_name(elaunch: Launcher, script: list[str | Path]
     assert status(elaunch, "back")["exit_code"] == 143
     again = elaunch.run(["stop", "back"])
     assert again.returncode == 2 and "RUN back does not run" in again.stderr
+    second = elaunch.run(words)
+    assert (second.stdout, "elaunch stop back.2" in second.stderr) == ("back\n", True)
+    assert elaunch.run(["stop", "back.2"]).stdout == "back.2: STOPPED\n"
 
 
 @pytest.mark.slow

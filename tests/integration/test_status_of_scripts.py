@@ -110,3 +110,15 @@ def test_a_name_that_cannot_be_shown(elaunch: Launcher, tmp_path: Path) -> None:
     done = elaunch.start_command([sys.executable, script]).wait()
     assert done.returncode == 1
     assert "ContextError: init(name='a\\nb'): give a text of one line" in done.stderr
+
+
+@pytest.mark.slow
+def test_where_a_run_is_stands_there_once(elaunch: Launcher, tmp_path: Path) -> None:
+    """Not again with each restart."""
+    script = tmp_path / "once.py"
+    script.write_text(
+        "import elaunch\nwith elaunch.init() as ctx:\n    raise SystemExit(not ctx.info.round)\n"
+    )
+    done = elaunch.run(["run", "--rdzv-id=once", "--max-restarts=1", script])
+    assert done.returncode == 0, done
+    assert len(re.findall(r"^elaunch: run once: ", done.stderr, re.M)) == 1, done
