@@ -14,10 +14,10 @@ from typing import Any, Final
 from elaunch.agent.failure import explain, report
 from elaunch.checkpoint.storage import files
 from elaunch.errors import CheckpointError
-from elaunch.monitor.runpage import failure_lines
+from elaunch.monitor.runpage import agent_note, failure_lines
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.text import block, moment, one_line
+from elaunch.text import block, duration, moment, one_line
 
 SCHEMA: Final = 1
 MAX_BYTES: Final = 16 << 20
@@ -163,8 +163,11 @@ def lines(found: RunCards) -> Iterator[str]:
     """Yield what people read: how the run stands, the card, the other failed rounds."""
     standing, card = found.standing, found.card
     why = f": {standing.reason}" if standing.reason else ""
-    yield one_line(f"{found.name}: {standing.state}{why}")
-    yield f"(read at {moment(standing.taken_at, standing.taken_at)} from {standing.run.path})"
+    note = agent_note(standing)
+    yield one_line(f"{found.name}: {standing.state}{note and f' {note}'}{why}")
+    now, written = standing.taken_at, standing.written_at
+    age = "" if written is None else f", written {duration(max(0.0, now - written))} ago"
+    yield f"(read at {moment(now, now)} from {standing.run.path}{age})"
     yield ""
     if found.elsewhere is not None:
         yield "The first failure of the job was on another node:"

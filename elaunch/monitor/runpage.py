@@ -61,6 +61,14 @@ _LIST_NOTES: Final = {
 }
 
 
+def agent_note(standing: Standing) -> str:
+    """Return why the state is not the agent's own answer, in parentheses, or ""."""
+    template = _AGENT_NOTES.get(standing.agent)
+    if template is None or standing.record is None:
+        return ""
+    return f"({template.format(**standing.record['agent'])})"
+
+
 def run_page(view: RunView) -> Page:
     """Return the page of one run."""
     parts: list[Part] = [_title(view.standing, view.record)]
@@ -148,8 +156,8 @@ def _run_id(standing: Standing) -> str:
 
 def _title(standing: Standing, record: Record) -> Title:
     notes = []
-    if template := _AGENT_NOTES.get(standing.agent):
-        notes.append(f"({template.format(**record['agent'])})")
+    if doubt := agent_note(standing):
+        notes.append(doubt)
     if standing.live and standing.duration_s is not None:
         notes.append(f"for {duration(standing.duration_s)}")
     elif record["exit_code"] is not None:

@@ -189,6 +189,15 @@ def test_a_job_that_ended_without_a_failed_round(capsys: pytest.CaptureFixture[s
     assert "No round has failed" in why(capsys, "well")
 
 
+def test_what_cannot_be_checked_from_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run of another host that shares the directory; what it wrote may be old."""
+    agent = {**first_record("r1", "r1", Path("/r"))["agent"], "host": "node7"}
+    run_of(state="RUNNING", reason="first start", agent=agent)
+    first, read = why(capsys).splitlines()[:2]
+    assert first == "r1: RUNNING (on node7; not checked from here): first start"
+    assert ", written " in read and read.endswith(" ago)")
+
+
 def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Errors name what there is."""
     assert "no run is recorded" in why(capsys, code=2)
