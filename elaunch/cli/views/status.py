@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -207,12 +209,19 @@ def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
 
     from elaunch.monitor.page import styled
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
         for reading in readings:
             # The cursor rests on a line of its own, where the terminal's ^C moves nothing.
             live.update(Group(styled(reading.page, console.width), ""), refresh=True)
         live.vertical_overflow = "visible"
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)  # what hides the cursor shows it again
 
 
 @contextmanager

@@ -338,15 +338,24 @@ def test_watching_on_a_terminal(play: Play, environ: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [["train", "--watch"], ["--watch"]])
+@pytest.mark.parametrize(
+    ("args", "number", "code"),
+    [
+        (["train", "--watch"], signal.SIGINT, 130),
+        (["--watch"], signal.SIGINT, 130),
+        (["--watch"], signal.SIGTERM, 143),
+        (["--watch"], signal.SIGHUP, 129),
+    ],
+)
 def test_interrupting_a_watch_is_quiet(
-    play: Play, environ: dict[str, str], args: list[str]
+    play: Play, environ: dict[str, str], args: list[str], number: signal.Signals, code: int
 ) -> None:
+    """The cursor is there again."""
     play(1)
     terminal = Terminal(environ, *args, "--interval", "0.1")
     terminal.wait_for("RUNNING")
-    os.kill(terminal.process.pid, signal.SIGINT)
-    assert terminal.ended() == 130
+    os.kill(terminal.process.pid, number)
+    assert terminal.ended() == code
     assert "Traceback" not in terminal.text and "Aborted" not in terminal.text
     assert terminal.text.count("\x1b[?25h") == 1
 
