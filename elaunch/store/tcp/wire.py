@@ -44,6 +44,8 @@ SEGMENT = 1220
 """Bytes in a TCP segment: any path carries them (RFC 8200). Where a switch silently drops what
 hosts of a larger MTU send, large records would not arrive, and a living node would seem lost."""
 
+ETCD_PORT = 2379
+"""Of another backend than this one: a flag is wrong where it is used here."""
 VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
 """The first bytes of a connection."""
 _U64 = struct.Struct("<Q")
@@ -145,14 +147,16 @@ class Connection:
         self._sock.setblocking(False)
         self._news.register(self._sock, select.POLLIN)
         nonce = os.urandom(4)
+        hint = "; for an etcd give --rdzv-backend etcd" if address[1] == ETCD_PORT else ""
         self.send([VALIDATE, b"\x0d", nonce], until)
         try:
             answer = self._read(len(nonce), until)
         except TimeoutError:
-            raise TimeoutError("it accepts connections and says nothing") from None
+            raise TimeoutError(f"it accepts connections and says nothing{hint}") from None
         if answer != nonce:
             received = (answer + bytes(self._received))[:40].split(b"\n")[0].strip()
-            raise ForeignAnswer(f"something that is no TCPStore answers: {ascii(received)[2:-1]!r}")
+            answered = f"something that is no TCPStore answers: {ascii(received)[2:-1]!r}{hint}"
+            raise ForeignAnswer(answered)
 
     def send(self, requests: Iterable[bytes], until: float) -> None:
         """Send requests in one go."""

@@ -379,9 +379,11 @@ def test_a_stranger_on_the_port_is_named(
     monkeypatch.setattr(tcp, "FOREIGN_PATIENCE", 60.0)
     with serve(answer) as listening:
         port = listening.getsockname()[1]
+        monkeypatch.setattr(wire, "ETCD_PORT", port if said.startswith("no") else 0)
         began = time.monotonic()
         with pytest.raises(StoreUnreachable) as caught:
             connect(port, deadline=0.5)
+        assert ("--rdzv-backend etcd" in str(caught.value)) == said.startswith("no")
         assert time.monotonic() - began < 30
         assert f"127.0.0.1:{port}" in str(caught.value)
         assert said in str(caught.value)
