@@ -164,6 +164,8 @@ class RunDir:
         try:
             raw = read_file(self.state_file)
         except FileNotFoundError:
+            if not self.path.is_dir():
+                raise RunDirError(f"{self.path} is not there: it was removed") from None
             raise RunDirError(f"{self.state_file} is not there: nothing was recorded yet") from None
         except OSError as exc:
             raise RunDirError(f"cannot read {self.state_file}: {exc.strerror}") from exc

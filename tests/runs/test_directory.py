@@ -101,6 +101,16 @@ def test_without_a_state_directory_there_is_another_place_and_a_notice(
     assert find("job", environ).path == run.path
 
 
+def test_a_record_that_is_not_there(environ: dict[str, str]) -> None:
+    """A run that has just begun has none yet; one whose directory was removed had one."""
+    run = create("train", environ)
+    with pytest.raises(RunDirError, match=r"state.json is not there: nothing was recorded yet"):
+        run.read_state()
+    shutil.rmtree(run.path)
+    with pytest.raises(RunDirError, match=r"train is not there: it was removed"):
+        run.read_state()
+
+
 def test_a_read_only_state_directory(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     code = (
