@@ -40,6 +40,7 @@ def run_document(view: RunView) -> dict[str, Any]:
         "agent": {**view.record["agent"], "condition": standing.agent},
         "duration_s": standing.duration_s,
         "read_at": standing.taken_at,
+        "written_at": standing.written_at,
         "history": [
             {**entry, "duration_s": standing.round_s(entry)} for entry in view.record["history"]
         ],
@@ -140,6 +141,7 @@ def _listed(standing: Standing) -> dict[str, Any]:
         "agent": {**record["agent"], "condition": standing.agent} if record else None,
         "duration_s": standing.duration_s,
         "read_at": standing.taken_at,
+        "written_at": standing.written_at,
         **known,
     }
 

@@ -67,6 +67,8 @@ def test_a_worker_that_ended_while_its_agent_was_suspended_is_gone(play: Play) -
     wait_until(lambda: not worker_is_alive(dead), 30)
     view = take(agent.run)
     assert [worker.state for worker in view.workers] == ["GONE", "RUNNING"]
+    document = run_document(view)
+    assert agent.run.state_file.stat().st_mtime == document["written_at"] < document["read_at"]
     shown = " ".join(str(part) for part in run_page(view))
     assert "as of" in shown and "the record is not newer" in shown and "is train" in shown
     assert "reports nothing" not in shown and "advice" not in shown
