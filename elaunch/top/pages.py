@@ -94,7 +94,7 @@ class TopReader:
             workers={row["rank"]: row for row in rows},
             nodes=nodes(summary, rows),
             page=tuple(part for part in page if not isinstance(part, Table)),
-            pace=self._summary.pace.text(summary["live"]),
+            pace=self._summary.pace.text(summary["state"] == "RUNNING"),
             recent=self.recent(chosen, summary),
         )
 
@@ -198,8 +198,9 @@ def detail(reading: TopReading, chosen: Key, width: int) -> RenderableType:
         parts = reading.page
     first, rest = _halves(parts)
     shown: list[RenderableType] = [styled(first, width)]
+    items = list(reading.summary["attention"]) or _unanswered(reading.nodes)
     if not chosen or reading.summary["attention"]:
-        shown += ["", _attention(reading.summary["attention"], width)]
+        shown += ["", _attention(items, width)]
     shown += ["", _recent(reading.recent)]
     if rest:
         shown += ["", styled(rest, width)]
@@ -210,6 +211,12 @@ def _halves(parts: Page) -> tuple[Page, Page]:
     """Return what stands above the lines and what below: of a job the fields are long."""
     at = next((i for i, part in enumerate(parts) if isinstance(part, Fields)), len(parts))
     return (parts, ()) if len(parts) - at < 2 else (parts[:at], parts[at:])
+
+
+def _unanswered(found: Sequence[TreeNode]) -> list[dict[str, str]]:
+    """Return the first nodes that do not answer, as what needs attention."""
+    silent = [f"node {node.number} {node.host}: {node.note}" for node in found if node.note]
+    return [{"level": "warn", "title": title, "detail": ""} for title in silent[:3]]
 
 
 def _attention(items: list[dict[str, str]], width: int) -> RenderableType:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
-from elaunch.top.tree import JOB, document, nodes, rows
+from rich.console import Console
+
+from elaunch.top.pages import TopReading, detail
+from elaunch.top.tree import JOB, TreeNode, document, nodes, rows
 
 
 def summary(slots: int, hosts: list[str], here: int = 0, **more: Any) -> dict[str, Any]:
@@ -89,3 +93,13 @@ def test_the_document_has_all_ranks() -> None:
     assert [node["host"] for node in found["nodes"]] == ["a", "b"]
     assert [one["rank"] for node in found["nodes"] for one in node["ranks"]] == [0, 1, 2, 3]
     assert found["nodes"][1]["ranks"][0]["state"] is None and found["read_at"] == 1.0
+
+
+def test_a_node_that_does_not_answer_needs_attention() -> None:
+    """If there is nothing worse; no other text says that all is well."""
+    lost = TreeNode(1, "node-b", False, 1, (), "it has ended")
+    for found, said in (([lost], "node 1 node-b: it has ended"), ([], "nothing needs attention")):
+        reading = TopReading({"attention": []}, {}, found, (), "", ())
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(detail(reading, JOB, 80))
+        assert said in console.export_text()
