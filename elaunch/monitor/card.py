@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.agent.failure import explain, report
 from elaunch.checkpoint.storage import files
-from elaunch.errors import CheckpointError
+from elaunch.errors import CheckpointError, UsageError
+from elaunch.monitor.jobview import JobView
 from elaunch.monitor.runpage import agent_note, failure_lines
 from elaunch.monitor.standing import Standing, read_standing
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.text import block, duration, moment, one_line
+from elaunch.wire.control import LOGS_S
+
+if TYPE_CHECKING:
+    from elaunch.monitor.jobreader import JobAgents
 
 SCHEMA: Final = 1
 MAX_BYTES: Final = 16 << 20
@@ -149,14 +154,88 @@ def read_card(run: RunDir, number: int) -> Card:
         text = files.read_limited(path, MAX_BYTES).decode(errors="replace")
     except (CheckpointError, OSError) as error:
         problems.append(_problem(error, path.name))
-    # The table is for those who parse the log; what is above it says the same and more.
+    return Card(number, document, _without_table(text), "; ".join(problems))
+
+
+def _without_table(text: str) -> str:
+    """Return a report without its table, for those who parse the log: it says nothing more."""
     before, table, _ = text.rpartition(f"\n{report.HEADING}")
-    return Card(number, document, block((before if table else text).rstrip()), "; ".join(problems))
+    return block((before if table else text).rstrip())
 
 
 def _problem(error: Exception, name: str) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return reason if name in reason else f"{name}: {reason}"
+
+
+@dataclass(frozen=True)
+class JobCard:
+    """How a job in a store stands, and its newest failure report, as the agent of ``host`` has it.
+
+    ``silent`` are nodes that have not answered, with why.
+    """
+
+    view: JobView
+    card: Card | None = None
+    host: str = ""
+    silent: tuple[tuple[int, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data (docs/failure-report.md)."""
+        view, card = self.view, self.card
+        return {
+            "schema": SCHEMA,
+            "run_id": view.run_id,
+            "store": view.place,
+            "state": view.state,
+            "reason": view.reason,
+            "read_at": view.read_at,
+            "round": card.round if card else None,
+            "host": self.host or None,
+            "card": card.document if card else None,
+            "silent": [{"node": node, "text": why} for node, why in self.silent],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what people read."""
+        view = self.view
+        yield one_line(f"{view.run_id}: {view.state}{view.reason and f': {view.reason}'}")
+        source = f" and the agent of {self.host}" if self.host else ""
+        yield one_line(f"(read at {moment(view.read_at, view.read_at)} from {view.place}{source})")
+        yield ""
+        if self.card is not None:
+            yield self.card.text or f"The report of round {self.card.round} cannot be shown."
+        elif not view.live:
+            yield "Its agents are gone, and with them what they could tell: the reports are in the"
+            yield "run directories of its nodes (elaunch why, there)."
+        else:
+            yield "No round has failed, as far as its agents have answered."
+        yield from (one_line(f"no answer of node {node}: {why}") for node, why in self.silent)
+
+
+def read_job(job: JobAgents, number: int | None = None) -> JobCard:
+    """Ask a job's agents why its newest failed round has failed, or its round ``number``.
+
+    Raises UsageError where they have no report of that round, StoreError as ``JobAgents``.
+    """
+    if not job.live:
+        return JobCard(job.view)
+    answers = job.ask({"of": "report", "round": number}, 2 * LOGS_S)
+    silent = tuple((node, str(one["error"])) for node, one in answers.items() if "error" in one)
+    found = [one for one in answers.values() if isinstance(one.get("round"), int)]
+    if not found and number is not None:
+        raise UsageError(f"--round {number}: no agent of job {job.name} has a report of that round")
+    if not found:
+        return JobCard(job.view, silent=silent)
+    # The agent whose rank has failed first has the whole report, the others a text about it.
+    best = max(found, key=lambda one: (one["round"], one.get("report") is not None))
+    document = best.get("report")
+    report_of = Card(
+        best["round"],
+        document if isinstance(document, dict) else None,
+        _without_table(str(best.get("text") or "")),
+    )
+    return JobCard(job.view, report_of, str(best.get("host") or ""), silent)
 
 
 def lines(found: RunCards) -> Iterator[str]:

@@ -13,6 +13,9 @@ static      the same, at the address of node 0   the same; it may name another p
 A :class:`JobReader` keeps its connection. While it watches, a store that does not answer is not the
 end: the last view stays, marked as stale, for ``store_timeout`` seconds, as long as the agents
 themselves would go on without the store.
+
+:class:`JobAgents` asks the agents at the addresses that the store has, as they ask each other: the
+job's incarnation id, of which their key is made, is in the store (elaunch.agent.peers).
 """
 
 from __future__ import annotations
@@ -21,8 +24,12 @@ import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
+from elaunch.agent.peers.messages import Undelivered
+from elaunch.agent.peers.peers import Peers
+from elaunch.checkpoint.storage import atonce
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.monitor.document import job_document, jobs_document
@@ -31,13 +38,17 @@ from elaunch.monitor.jobview import JobView, PresentAgent, StoredJob, unreadable
 from elaunch.monitor.watch import Read, WatchReading, pause
 from elaunch.rendezvous import munge, records
 from elaunch.rendezvous.munge import MungeError
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import Node, Plan
 from elaunch.rendezvous.records import RecordError
 from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.store.protocol import Lease, Post, Store
 from elaunch.text import host_port, listed
 
 OPEN_TIMEOUT_S: Final = 5.0
+DIAL_S: Final = 5.0
+ASKED_AT_ONCE: Final = 32
+FRESH_S: Final = 1.0
+"""Seconds for which a reading of the store is new enough to ask a job's agents by."""
 LOOKS: Final = 3
 MEMBERS_LAG_S: Final = 0.3
 # A blocking wait is cut into slices so that Ctrl-C is quick.
@@ -124,6 +135,89 @@ class JobReader:
         return view_job(self._run_id, place, found, time.time())
 
 
+class JobAgents:
+    """The agents of a job, by the store where they meet; to be closed.
+
+    Nothing changes the job, or is noted in the store. Raises StoreError and UsageError as
+    ``JobReader.read`` does.
+    """
+
+    def __init__(self, rendezvous: RendezvousSettings, run_id: str) -> None:
+        self.name = run_id
+        self._store = open_for_reading(rendezvous, run_id)
+        try:
+            self._secret = secret_of(rendezvous, run_id, self._store)
+            self.view = self._look()
+        except BaseException:
+            self._store.close()
+            raise
+        self._peers = Peers("", run_id, self._secret)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the newest round, by node rank."""
+        return () if self.view.plan is None else tuple(self.view.plan.nodes)
+
+    @property
+    def live(self) -> bool:
+        """Whether the job goes on; a store that is gone went with it."""
+        try:
+            self._renew()
+        except StoreError:
+            return False
+        return self.view.live
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
+        """Return what each of its ``nodes`` (None: all) answers to a request, or ``error``.
+
+        Raises UsageError where the job is over, StoreError where the store does not answer.
+        """
+        self._renew()
+        plan = self.view.plan
+        if plan is None or not self.view.live:
+            what = "has begun no round yet" if plan is None else "is over, and its agents are gone"
+            raise UsageError(f"job {self.name} {what}: `elaunch status` with these flags shows it")
+        self._peers.on_plan(plan, "")
+        wanted = request.get("nodes")
+        asked = [node for node in range(len(plan.nodes)) if wanted is None or node in wanted]
+        found: dict[int, dict[str, Any]] = {
+            node: {"error": "it has not answered in time"} for node in asked
+        }
+        until = time.monotonic() + seconds
+
+        def one(node: int) -> None:
+            found[node] = self._ask(node, request, until)
+
+        calls: list[Callable[[], None]] = [partial(one, node) for node in asked]
+        atonce.within(
+            seconds, lambda: atonce.at_once(calls, ASKED_AT_ONCE, "ask node"), "ask nodes"
+        )
+        return dict(found)
+
+    def _ask(self, node: int, request: Mapping[str, object], until: float) -> dict[str, Any]:
+        left = max(0.0, until - time.monotonic())
+        dial_until = time.monotonic() + min(DIAL_S, left)
+        try:
+            with self._peers.call(self._peers.node(node), dial_until, left) as line:
+                return dict(line.ask({**request, "do": "view"}))
+        except Undelivered as error:
+            return {"error": str(error)}
+
+    def _renew(self) -> None:
+        if time.time() - self.view.read_at > FRESH_S:
+            self.view = self._look()
+
+    def _look(self) -> JobView:
+        found = look(self._store, records.key_of(self._secret, self.name))
+        if found.empty:
+            raise UsageError(f"nothing of the job {self.name} is left in {self._store.name}")
+        return view_job(self.name, self._store.name, found, time.time())
+
+
 def jobs_reader(rendezvous: RendezvousSettings, ids: Sequence[str]) -> Read:
     """Return what reads all jobs of an etcd; ``ids`` are those that are there to begin with."""
 
@@ -152,7 +246,12 @@ def _listed(rendezvous: RendezvousSettings, run_id: str) -> JobView | None:
 
 
 def _signing(rendezvous: RendezvousSettings, run_id: str, store: Store) -> bytes | None:
-    """Return what signs the records of a job: the secret given, or what its agents share by MUNGE.
+    """Return what signs the records of a job; raises as :func:`secret_of`."""
+    return records.key_of(secret_of(rendezvous, run_id, store), run_id)
+
+
+def secret_of(rendezvous: RendezvousSettings, run_id: str, store: Store) -> bytes | None:
+    """Return the secret of a job: that which is given, or what its agents share by MUNGE.
 
     Raises:
         StoreDenied: they share a key that this process cannot read.
@@ -165,7 +264,7 @@ def _signing(rendezvous: RendezvousSettings, run_id: str, store: Store) -> bytes
         except MungeError as exc:
             key = f"the key that the agents of {run_id!r} share by MUNGE"
             raise StoreDenied(f"{key}, in {store.name}, cannot be read: {exc}") from None
-    return records.key_of(secret, run_id)
+    return secret
 
 
 def _gist(view: JobView) -> object:

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from elaunch import text
 from elaunch.errors import ElaunchError, RunDirError, UsageError
@@ -26,6 +26,9 @@ from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
 from elaunch.runs.identity import condition
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
 from elaunch.runs.record import FINAL_STATES, Record
+
+if TYPE_CHECKING:
+    from elaunch.monitor.jobreader import JobAgents
 
 PAUSE_S: Final = 0.2
 MOST_RANKS: Final = 1_000_000
@@ -116,10 +119,25 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
         where = f"{own['log_dir']} is not there; it was on {own['agent']['host']}"
         raise UsageError(f"RUN {name} has no log files here: {where}")
     found = sorted([*found, *_elsewhere(run, own, found)], key=_by_rank)
+    return _meant(found, chosen, f"run {name} has logs here of node")
+
+
+def nodes_of_job(job: JobAgents, chosen: str | None) -> list[LogNode]:
+    """Return the nodes of a job in a store, whose agents read their files."""
+    found, first = [], 0
+    for rank, node in enumerate(job.nodes):
+        place = f"the logs of node {rank} {node.host}"
+        tree = RemoteTree(job, rank)
+        found.append(LogNode(rank, node.host, tree, place, first, here=False))
+        first += node.slots
+    return _meant(found, chosen, f"job {job.name} has node")
+
+
+def _meant(found: list[LogNode], chosen: str | None, has: str) -> list[LogNode]:
     meant = [node for node in found if node.is_meant(chosen)]
     if not meant:
         known = text.listed([f"{node.rank} ({node.host})" for node in found])
-        raise UsageError(f"--node {chosen}: run {name} has logs here of node {known}")
+        raise UsageError(f"--node {chosen}: {has} {known}")
     return meant
 
 
@@ -169,8 +187,10 @@ def _elsewhere(run: RunDir, own: Record, known: Sequence[LogNode]) -> list[LogNo
     return found
 
 
-def _left_out(run: RunDir, known: Sequence[LogNode]) -> str:
+def _left_out(run: RunDir | JobAgents, known: Sequence[LogNode]) -> str:
     """Return which nodes' logs cannot be had here, since no agent is there to ask, or ""."""
+    if not isinstance(run, RunDir):
+        return ""
     own, ranks = run.read_state(), {node.rank for node in known}
     if condition(own["agent"]) == "alive" or own.get("node_rank") is None:
         return ""
@@ -283,7 +303,7 @@ class Reader:
 
     def __init__(
         self,
-        run: RunDir,
+        run: RunDir | JobAgents,
         nodes: Sequence[LogNode],
         choice: Choice,
         warn: Callable[[str], object] = lambda text: None,
@@ -301,7 +321,8 @@ class Reader:
         out = {"stdout": stdout, "stderr": stderr}
         while True:
             # Asked first: what a run that has ended wrote is there.
-            live = follow and is_live(self._run)
+            run = self._run
+            live = follow and (is_live(run) if isinstance(run, RunDir) else run.live)
             self.look()
             self._show(out)
             if not live:
@@ -355,7 +376,7 @@ class Reader:
         files, wanted = list(self._files.values()), self._choice
         ranks = {file.rank for file in files}
         missing = (wanted.ranks or frozenset()) - ranks
-        name = run_id_of(self._run)
+        name = run_id_of(self._run) if isinstance(self._run, RunDir) else self._run.name
         if ranks and missing:
             low, high = min(ranks), max(ranks)
             here = f"rank {low} is" if len(ranks) == 1 else f"ranks {low} to {high} are"

@@ -1,8 +1,9 @@
 """Views of all nodes of a running job, by its agents, and requests to them.
 
 Stacks, workers and log files of other nodes: the agent of this node is asked, which asks the others
-(``elaunch.agent.status.views``). And that the job stop, be preempted, or begin another round:
-docs/status.md and docs/preemption.md.
+(``elaunch.agent.status.views``). From a machine without one the agents are asked at the addresses
+that the store has where they meet, as they ask each other (elaunch.monitor.jobreader). And that the
+job stop, be preempted, or begin another round: docs/status.md and docs/preemption.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -37,6 +38,13 @@ MOST_ASKED: Final = 16
 """Nodes that a screen asks at a time for their workers; each comes in its turn."""
 FIRST_ASKED: Final = 256
 """Nodes that are asked the first time: all that a command shows which reads once."""
+
+
+class Asked(Protocol):
+    """A job whose agents are asked without one on this machine (elaunch.monitor.jobreader)."""
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
+        """Return what each node answers, by node rank."""
 
 
 class _Taken(msgspec.Struct):
@@ -81,7 +89,7 @@ class JobStacks:
             yield "no worker runs now"
 
 
-def stacks_of(run: RunDir, options: Sequence[str]) -> JobStacks:
+def stacks_of(run: RunDir | Asked, options: Sequence[str]) -> JobStacks:
     """Return the stacks of all workers of a run; raises UsageError where no agent answers."""
     groups: list[StackGroup] = []
     problems: list[tuple[tuple[int, ...], str]] = []
@@ -205,8 +213,15 @@ def asked(run: RunDir, request: Mapping[str, object], verb: str) -> str:
     return str(answer["done"])
 
 
-def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int, dict[str, Any]]:
-    """Return what each node answers, by node rank; raises UsageError where no agent answers."""
+def ask(
+    run: RunDir | Asked, request: Mapping[str, object], seconds: float
+) -> dict[int, dict[str, Any]]:
+    """Return what each node answers, by node rank; raises UsageError where no agent answers.
+
+    Of a run on this machine its agent is asked, which asks the others.
+    """
+    if not isinstance(run, RunDir):
+        return run.ask(request, seconds)
     agent = run.read_state()["agent"]
     if condition(agent) == "elsewhere":
         raise UsageError(f"RUN {run_id_of(run)} runs on {agent['host']}: ask there")
@@ -217,7 +232,7 @@ def ask(run: RunDir, request: Mapping[str, object], seconds: float) -> dict[int,
 class RemoteTree:
     """The log files of another node, as its agent reads them (``logtree.LogTree`` is the same)."""
 
-    def __init__(self, run: RunDir, node: int) -> None:
+    def __init__(self, run: RunDir | Asked, node: int) -> None:
         self._run = run
         self._node = node
 

@@ -12,6 +12,9 @@ workers                                      ``round``, ``workers``, ``progress`
                                              record; ``usage`` of each worker, or null
 profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of that rank is asked
             ``native``
+report      ``round``, or null for the       ``round``, ``host``, ``text`` and ``report``: the
+            newest                           failure report, its JSON or null; ``round`` is null
+                                             where no round has failed
 files                                        ``files``: by name size and time of the last change
 bytes       ``name``, ``at``, ``most``       ``bytes`` of that file, as latin-1
 debug       ``rank`` of this node, ``run``   no ``nodes``: ``pid``, or ``refused`` and why; no rank
@@ -41,7 +44,10 @@ from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.checkpoint.storage import atonce
+from elaunch.checkpoint.storage.files import parse_json, read_limited
+from elaunch.errors import CheckpointError
 from elaunch.runs import usage
+from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import LogTree
 from elaunch.wire.control import (
     LOGS_S,
@@ -60,10 +66,13 @@ if TYPE_CHECKING:
 MOST: Final = 8
 AT_ONCE: Final = 32
 SEND_S: Final = 5.0
+MOST_REPORT: Final = 4 << 20
+"""Bytes of a failure report that one agent sends; most have some ten KB."""
 MOST_SVG: Final = 16 << 20
 """Bytes of a flame graph that one agent sends another; most have some hundred KB."""
 _PATIENCE: Final = {
     "stacks": STACKS_S - LOGS_S,
+    "report": LOGS_S,
     "files": LOGS_S,
     "bytes": LOGS_S,
     "profile": PROFILE_S - LOGS_S,
@@ -208,6 +217,8 @@ class NodeViews:
             return self._viewed(request)
         except OSError as error:
             return {"error": error.strerror or str(error)}
+        except CheckpointError as error:
+            return {"error": str(error)}
         except (KeyError, TypeError, ValueError) as error:
             return {"error": f"the request makes no sense: {error!r}"}
 
@@ -218,6 +229,8 @@ class NodeViews:
             return {"host": os.uname().nodename, **msgspec.to_builtins(taken)}
         if request["of"] == "workers":
             return self._workers()
+        if request["of"] == "report":
+            return self._report(request["round"])
         if request["of"] == "profile":
             return self._profile(int(request["rank"]), _seconds(request), bool(request["native"]))
         if self._tree is None:
@@ -236,6 +249,20 @@ class NodeViews:
         used = usage.usage(before, self._measured)
         found = {name: record.get(name) for name in ("round", "workers", "progress", "awaited")}
         return {**found, "usage": [msgspec.to_builtins(used.get(one["pid"])) for one in workers]}
+
+    def _report(self, number: object) -> dict[str, object]:
+        run = RunDir(Path(str(self._record()["dir"])))
+        rounds = run.reports()
+        chosen = number if number is not None else next(iter(rounds), None)
+        answer = {"host": os.uname().nodename, "round": chosen, "text": "", "report": None}
+        if type(chosen) is not int or chosen not in rounds:
+            return {**answer, "round": None}
+        text, report = (run.report(chosen, suffix) for suffix in ("txt", "json"))
+        if text.exists():
+            answer["text"] = read_limited(text, MOST_REPORT).decode("utf-8", "replace")
+        if report.exists():
+            answer["report"] = parse_json(read_limited(report, MOST_REPORT), report.name)
+        return answer
 
     def _profile(self, rank: int, seconds: int, native: bool) -> dict[str, object]:
         pid = self._hangs.pid(rank)

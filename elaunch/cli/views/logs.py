@@ -6,14 +6,21 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from elaunch.cli import place as places
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
+if TYPE_CHECKING:
+    from elaunch.monitor.logfiles import Choice, Reader
 
-@click.command("logs")
+
+@click.command("logs", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option(
     "--rank", metavar="RANKS", help="Only these ranks, as in 3,7-9; of one rank, its exact bytes."
@@ -33,6 +40,7 @@ from elaunch.errors import UsageError
     "-f", "--follow", is_flag=True, help="Follow until the run ends; Ctrl-C ends only this command."
 )
 @click.option("--dirs", is_flag=True, help="Print the directories of the log files, by rank.")
+@places.options
 def logs(
     run: str | None,
     rank: str | None,
@@ -40,16 +48,17 @@ def logs(
     number: int | None,
     stream: str | None,
     since: str | None,
-    **flags: str | bool | None,
+    **flags: Any,
 ) -> int:
     """Show what the workers of RUN have written, in the order in which it came.
 
     Each line is shown with its rank. With one --rank the output is exactly that rank's bytes, its
     stdout on stdout and its stderr on stderr. Without options, a detached run shows what would have
     been on its terminal. RUN is a run id of this machine, the beginning of one, or a run directory;
-    without it, the newest run.
+    without it, the newest run. With --rdzv-backend and --rdzv-endpoint: a running job in a store,
+    from any machine that reaches it and the nodes.
     """
-    from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of, parse_ranks
+    from elaunch.monitor.logfiles import Choice, Reader, nodes_of, parse_ranks
     from elaunch.monitor.logfiles import follow_console as console
     from elaunch.runs import directory
     from elaunch.runs.logtree import STREAMS
@@ -67,22 +76,50 @@ def logs(
         raise UsageError(
             "--dirs prints directories: leave out --follow, --stream, --since and --grep"
         )
-    found = directory.named(run, os.environ)
+    line = places.given(flags, run)
     if dirs:
-        nodes = nodes_of(found, node, os.environ)
-        for of_rank, of_round, path in directories(found, nodes, choice):
-            click.echo(f"rank {of_rank}  round {of_round}  {path}")
+        _print_directories(run, choice, line)
         return 0
+    found = None if line else directory.named(run, os.environ)
     try:
-        if not (choice.everything and console(found, follow, sys.stdout.buffer)):
-            nodes = nodes_of(found, node, os.environ)
-            reader = Reader(found, nodes, choice, lambda text: click.echo(text, err=True))
-            reader.run(follow, sys.stdout.buffer, sys.stderr.buffer)
+        if found is None:
+            _show_job(line, choice, follow)
+        elif not (choice.everything and console(found, follow, sys.stdout.buffer)):
+            _show(Reader(found, nodes_of(found, node, os.environ), choice, _warn), follow)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's flush is quiet
     return 0
+
+
+def _print_directories(run: str | None, choice: Choice, line: Mapping[str, str]) -> None:
+    from elaunch.monitor.logfiles import directories, nodes_of
+    from elaunch.runs import directory
+
+    if line:
+        flag = next(iter(line))
+        raise UsageError(f"--dirs prints directories of this machine: leave out --{flag}")
+    found = directory.named(run, os.environ)
+    nodes = nodes_of(found, choice.node, os.environ)
+    for of_rank, of_round, path in directories(found, nodes, choice):
+        click.echo(f"rank {of_rank}  round {of_round}  {path}")
+
+
+def _show_job(line: Mapping[str, str], choice: Choice, follow: bool) -> None:
+    from elaunch.monitor.logfiles import Reader, nodes_of_job
+
+    with ExitStack() as stack:
+        job = places.agents(line, stack)
+        _show(Reader(job, nodes_of_job(job, choice.node), choice, _warn), follow)
+
+
+def _show(reader: Reader, follow: bool) -> None:
+    reader.run(follow, sys.stdout.buffer, sys.stderr.buffer)
+
+
+def _warn(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _moment(raw: str) -> float:

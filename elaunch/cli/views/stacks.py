@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import click
 
 from elaunch import text
+from elaunch.cli import place as places
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 from elaunch.wire.control import LONGEST_S
@@ -23,26 +25,30 @@ SILENT = 69
 _DURATION: Final = re.compile(r"(\d{1,5})(s|m|)", re.ASCII)
 
 
-@click.command("stacks")
+@click.command("stacks", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--native", is_flag=True, help="Show frames of C and C++, too; needs py-spy.")
 @click.option(
     "--locals", "values", is_flag=True, help="Show the variables of the frames, too; needs py-spy."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
-def stacks(run: str | None, native: bool, values: bool, as_json: bool) -> int:
+@places.options
+def stacks(run: str | None, native: bool, values: bool, as_json: bool, **place: str | None) -> int:
     """Show the Python stacks of all ranks of RUN, on all its nodes.
 
     The job goes on undisturbed. Ranks whose main threads are at the same place are one group; the
     smallest groups come first. RUN is a run id of this machine, the beginning of one, or a run
-    directory; without it, the newest run.
+    directory; without it, the newest run. With --rdzv-backend and --rdzv-endpoint: a job in a
+    store, from any machine that reaches it and the nodes.
     """
     from elaunch.monitor.nodeviews import stacks_of
     from elaunch.runs import directory
 
     options = [name for name, on in (("--native", native), ("--locals", values)) if on]
-    found = directory.named(run, os.environ)
-    taken = stacks_of(found, options)
+    line = places.given(place, run)
+    with ExitStack() as stack:
+        found = places.agents(line, stack) if line else directory.named(run, os.environ)
+        taken = stacks_of(found, options)
     if as_json:
         click.echo(json.dumps(taken.to_dict(), indent=2))
     else:

@@ -12,13 +12,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
-from elaunch.config.flags.table import TABLE
+from elaunch.cli import place as places
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 from elaunch.monitor.page import echo_plain, on_terminal, show
@@ -26,32 +25,10 @@ from elaunch.monitor.page import echo_plain, on_terminal, show
 if TYPE_CHECKING:
     from elaunch.monitor.watch import Read, WatchReading
 
-# The flags of ``elaunch run`` that set where a job's agents meet, and what they are here.
-PLACE_HELP = {
-    "rdzv-backend": "Show a job on all its nodes, as the store where they meet has it.",
-    "rdzv-endpoint": "Address of that store; several for etcd.",
-    "rdzv-id": "Run id of the job (default: the only job of that store, or a list).",
-    "rdzv-conf": "Access to the store: user, certificates, prefix.",
-    "rdzv-secret-file": "File with the secret of the job's agents, where they have one.",
-    "master-addr": "Address of node 0, for the static backend in place of an endpoint.",
-    "master-port": "Port of node 0 (default: 29500).",
-}
-PLACE_FLAGS = tuple(TABLE[name] for name in PLACE_HELP)
-
 Wait = Callable[[float], None]
 
 
-def _place_options(command: Callable[..., None]) -> Callable[..., None]:
-    for flag in reversed(PLACE_FLAGS):
-        names = [f"--{name}" for name in (flag.name, *flag.aliases)]
-        text = PLACE_HELP[flag.name]
-        command = click.option(*names, flag.dest, metavar=flag.kind.metavar, help=text)(command)
-    return command
-
-
-@click.command(
-    "status", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")}
-)
+@click.command("status", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
 @click.option("--watch", "watching", is_flag=True, help="Follow until the run ends.")
@@ -64,7 +41,7 @@ def _place_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--all", "everything", is_flag=True, help="List every kept run, also those of other hosts."
 )
-@_place_options
+@places.options
 def status(
     run: str | None,
     as_json: bool,
@@ -82,8 +59,8 @@ def status(
     reaches the store where they meet.
     """
     _refuse_idle_flags(run, watching, interval, everything)
-    line = {flag.name: text for flag in PLACE_FLAGS if (text := place[flag.dest]) is not None}
-    _refuse_local_words(run, everything, line)
+    line = places.given(place, run)
+    _refuse_all(everything, line)
     with _quiet_interrupt(), ExitStack() as stack:
         read, wait = _job_reader(line, stack) if line else _reader(run, everything)
         if not watching:
@@ -125,19 +102,10 @@ def _refuse_idle_flags(
         raise UsageError(f"--all lists every run: leave out RUN {run!r}, or leave out --all")
 
 
-def _refuse_local_words(run: str | None, everything: bool, line: Mapping[str, str]) -> None:
-    """Refuse words about the runs of this machine beside flags of a store."""
-    if not line:
-        return
-    flag = next(iter(line))
-    if run is not None:
+def _refuse_all(everything: bool, line: Mapping[str, str]) -> None:
+    if line and everything:
         raise UsageError(
-            f"RUN {run!r} is a run of this machine, and --{flag} asks for a job in a store: "
-            f"leave one of them out; in a store a job is named by --rdzv-id"
-        )
-    if everything:
-        raise UsageError(
-            f"--all lists runs of this machine, and --{flag} asks for a job in a store"
+            f"--all lists runs of this machine, and --{next(iter(line))} asks for a job in a store"
         )
 
 
@@ -152,16 +120,10 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
 
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.config.rendezvous import resolve_place, resolve_run_id
     from elaunch.monitor.jobreader import JobReader, jobs_reader, no_job, run_ids
     from elaunch.monitor.watch import pause
 
-    try:
-        cwd = Path.cwd()
-    except FileNotFoundError:
-        raise UsageError("the working directory was deleted; go to one that is there") from None
-    rendezvous = resolve_place(line, os.environ, cwd)
-    run_id = resolve_run_id(line, os.environ)
+    rendezvous, run_id = places.resolve(line)
     if run_id is None:
         ids = run_ids(rendezvous)
         if len(ids) > 1:

@@ -57,6 +57,6 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
 
 
 def _places() -> list[str]:
-    from elaunch.cli.views.status import PLACE_FLAGS
+    from elaunch.cli import place
 
-    return [flag.dest for flag in PLACE_FLAGS]
+    return [flag.dest for flag in place.FLAGS]

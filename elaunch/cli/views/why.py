@@ -8,25 +8,36 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from contextlib import ExitStack
 
 import click
 
+from elaunch.cli import place as places
 from elaunch.errors import RunDirError, UsageError
 
 
-@click.command("why")
+@click.command("why", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Show this round.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/failure-report.md).")
-def why(run: str | None, number: int | None, as_json: bool) -> None:
+@places.options
+def why(run: str | None, number: int | None, as_json: bool, **place: str | None) -> None:
     """Show why RUN failed: its newest failed round, which rank caused it, and what to do.
 
     The command works while the job runs, after it ended, and after its agent was killed. RUN is a
     run id of this machine, the beginning of one, or a run directory; without it, the newest run.
+    With --rdzv-backend and --rdzv-endpoint: a job in a store, from any machine that reaches it; the
+    report is there while the job goes on.
     """
     from elaunch.monitor import card
     from elaunch.runs import directory
 
+    if line := places.given(place, run):
+        with ExitStack() as stack:
+            in_store = card.read_job(places.agents(line, stack), number)
+        document = in_store.to_dict()
+        click.echo(json.dumps(document, indent=2) if as_json else "\n".join(in_store.lines()))
+        return
     found = directory.named(run, os.environ)
     try:
         read = card.read(found, number)
