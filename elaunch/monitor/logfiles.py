@@ -108,7 +108,7 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
     Raises UsageError where no files are kept or left, or no node of the run is the chosen one.
     """
     own = run.read_state()
-    name = run_id_of(run)
+    name = own["run_id"]
     if own["log_dir"] is None:
         why = "no agent kept its output" if "launcher" in own else "--log-dir /dev/null"
         raise UsageError(f"RUN {name} has no log files: {why}")
@@ -316,6 +316,10 @@ class Reader:
         self._again: dict[int, float] = {}
         self._noted: dict[tuple[int, str], int] = {}
 
+    @property
+    def _name(self) -> str:
+        return run_id_of(self._run) if isinstance(self._run, RunDir) else self._run.name
+
     def run(self, follow: bool, stdout: BinaryIO, stderr: BinaryIO) -> None:
         """Show what is there; with ``follow`` also what comes, until the run has ended."""
         out = {"stdout": stdout, "stderr": stderr}
@@ -364,9 +368,10 @@ class Reader:
         found = node.tree.files()
         for name, (size, changed) in found.items():
             if (known := parse_name(name)) is not None:
-                fresh = FollowedLog(node, known, node.first_rank + known.local_rank)
-                file = self._files.setdefault((index, known), fresh)
-                file.grown(size, changed)
+                if (index, known) not in self._files:
+                    rank = node.first_rank + known.local_rank
+                    self._files[index, known] = FollowedLog(node, known, rank)
+                self._files[index, known].grown(size, changed)
         for name in found:
             if name.endswith(ARRIVALS):
                 self._note(index, node, name)
@@ -376,17 +381,16 @@ class Reader:
         files, wanted = list(self._files.values()), self._choice
         ranks = {file.rank for file in files}
         missing = (wanted.ranks or frozenset()) - ranks
-        name = run_id_of(self._run) if isinstance(self._run, RunDir) else self._run.name
         if ranks and missing:
             low, high = min(ranks), max(ranks)
             here = f"rank {low} is" if len(ranks) == 1 else f"ranks {low} to {high} are"
             where = "on this node" if len(self._nodes) == 1 else "there"
-            raise UsageError(f"--rank {min(missing)} of run {name} is not {where}; {here}")
+            raise UsageError(f"--rank {min(missing)} of run {self._name} is not {where}; {here}")
         rounds = {file.name.round for file in files}
         if rounds and wanted.round not in {None, *rounds}:
             low, high = min(rounds), max(rounds)
             there = f"round {low} only" if low == high else f"rounds {low} to {high}"
-            raise UsageError(f"--round {wanted.round}: run {name} has {there}")
+            raise UsageError(f"--round {wanted.round}: run {self._name} has {there}")
         return list(filter(wanted.takes, files))
 
     def _note(self, index: int, node: LogNode, name: str) -> None:

@@ -15,6 +15,7 @@ from elaunch.dashboard.guard import App
 from elaunch.monitor.logfiles import Choice
 from elaunch.monitor.screen import logtail
 from elaunch.runs.directory import RunDir
+from elaunch.runs.logtree import LogTree
 from elaunch.runs.record import new_worker
 from tests.dashboard.asking import ask
 from tests.dashboard.test_app import made
@@ -174,6 +175,38 @@ def test_a_line_that_goes_on(app: App, environ: dict[str, str], run: RunDir, roo
     write(root, 2, 0, "stdout", b"and on\n")
     ((*_, line),) = logtail.newer(logs, logtail.LogFilter(Choice(round=2)), ends, held)
     assert line.endswith("and on")
+
+
+def test_searches_share_a_look_at_the_files(
+    environ: dict[str, str], play: Play, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a live run for a while, of one that has ended for good; what comes is looked for anew."""
+    looks, files = [], LogTree.files
+    monkeypatch.setattr(LogTree, "files", lambda tree: looks.append(tree.root) or files(tree))
+    monkeypatch.setattr(logtail, "SEEN_S", 600.0)
+    agent = play(2, log_dir=str(root))
+    write(root, 0, 0, "stdout", b"first\n")
+    logs = logtail.RunLogs(agent.run, environ)
+
+    def found(rank: int) -> tuple[list[str], dict[str, int]]:
+        wanted = logtail.LogFilter(Choice(frozenset({rank})))
+        document, ends = logtail.search(logs, wanted)
+        return [line[-1] for line in document["lines"]], ends
+
+    assert found(0)[0] == ["first"]
+    write(root, 0, 0, "stdout", b"second\n")
+    lines, ends = found(0)
+    assert lines == ["first"] and len(looks) == 1
+    come = logtail.newer(logs, logtail.LogFilter(Choice()), ends, {})
+    assert [line[-1] for line in come] == ["second"] and len(looks) == 2
+    assert found(0)[0] == ["first", "second"] and len(looks) == 2
+    monkeypatch.setattr(logtail, "SEEN_S", -1.0)
+    logtail.newer(logs, logtail.LogFilter(Choice()), ends, {})
+    write(root, 0, 0, "stdout", b"last\n")
+    assert found(0)[0] == ["first", "second", "last"] and len(looks) == 4
+    agent.write(state="COMPLETED", ended_at=2e9, exit_code=0)
+    agent.__exit__(None, None, None)
+    assert found(0)[0] == found(0)[0] == ["first", "second", "last"] and len(looks) == 5
 
 
 def test_lines_that_come_are_sent(

@@ -4,7 +4,7 @@ import { clock, follow, get, h, size } from "./app.js";
 const MOST = 4000; // lines on the page
 
 export default function view(root, key, asked) {
-  let stop = () => {}, older = null, typing = 0;
+  let stop = () => {}, older = null, typing = 0, typed = 0;
   const input = (name, attributes) => h("input", { "aria-label": name, value: asked.get(name.toLowerCase()) ?? "", oninput: soon, ...attributes });
   const ranks = input("Ranks", { class: "short", placeholder: "0,3,7-9" }), node = input("Node", { class: "short", placeholder: "all" });
   const round = input("Round", { class: "short", placeholder: "all", inputmode: "numeric" });
@@ -18,7 +18,11 @@ export default function view(root, key, asked) {
     h("label", {}, keep, "Stay at the end")), log, h("div", { class: "bar" }, back, note));
 
   const query = () => ({ run: key, ranks: ranks.value, round: round.value, node: node.value, stream: stream.value, text: text.value });
-  function soon() { clearTimeout(typing); typing = setTimeout(open, 60); }
+  function soon({ timeStamp }) { // a key that closely follows another waits for the next
+    clearTimeout(typing);
+    typing = setTimeout(open, timeStamp - typed < 60 ? 60 : 0);
+    typed = timeStamp;
+  }
   function open() {
     stop();
     let first = true;

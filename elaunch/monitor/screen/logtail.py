@@ -8,6 +8,7 @@ and another search goes on from there.
 from __future__ import annotations
 
 import heapq
+import math
 import re
 import threading
 import time
@@ -18,10 +19,13 @@ from typing import Any, Final
 
 from elaunch.errors import RunDirError
 from elaunch.monitor.logfiles import Choice, FollowedLog, Reader, nodes_of
-from elaunch.runs.directory import RunDir
+from elaunch.runs.directory import RunDir, is_live
 
 LINES: Final = 500
-BUDGET_S: Final = 0.12
+BUDGET_S: Final = 0.08
+SEEN_S: Final = 1.5
+"""Seconds for which a search takes the files of a live run to be as they were seen: longer than
+between two looks of one that follows them, so that it does not wait for the next."""
 FIRST_CHUNK: Final = 1 << 14
 CHUNK: Final = 1 << 20
 LONGEST: Final = 4000
@@ -56,17 +60,33 @@ class RunLogs:
         self._lock = threading.Lock()
         self._places: list[str] = []
         self._reader: Reader | None = None
+        self._seen_until = 0.0
 
-    def files(self, choice: Choice) -> dict[str, FollowedLog]:
-        """Return what there is of the chosen files now, by name; raises UsageError, RunDirError."""
+    def files(self, choice: Choice, anew: bool = False) -> dict[str, FollowedLog]:
+        """Return what there is of the chosen files, by name; raises UsageError, RunDirError.
+
+        Without ``anew`` as they were seen in the last SEEN_S, or since the run has ended: to look
+        at those of 2,000 ranks takes as long as a filter may.
+        """
+        reader = self._reader
+        if reader is None or anew or time.monotonic() > self._seen_until:
+            with self._lock:
+                reader = self._look()
+        found = filter(choice.takes, reader.chosen())
+        return {f"{file.node.rank}/{file.name}": file for file in found}
+
+    def _look(self) -> Reader:
+        # Asked first: what a run that has ended wrote is there.
+        live = is_live(self.run)
         nodes = nodes_of(self.run, self._node, self._environ)
         places = [node.place for node in nodes]
-        with self._lock:
-            if self._reader is None or places != self._places:
-                self._reader, self._places = Reader(self.run, nodes, Choice()), places
-            self._reader.look()
-            found = self._reader.chosen()
-        return {f"{file.node.rank}/{file.name}": file for file in found if choice.takes(file)}
+        reader = self._reader
+        if reader is None or places != self._places:
+            reader = Reader(self.run, nodes, Choice())
+        reader.look()
+        self._reader, self._places = reader, places
+        self._seen_until = time.monotonic() + SEEN_S if live else math.inf
+        return reader
 
 
 def _time_at(file: FollowedLog, offset: int) -> float:
@@ -154,8 +174,8 @@ def search(
     files = logs.files(wanted.choice)
     ends = {name: file.size for name, file in files.items()}
     begins = ends if older is None else {n: min(a, ends[n]) for n, a in older.items() if n in ends}
-    readers = {n: Backwards(files[n], begin, wanted.needle) for n, begin in begins.items()}
-    due = [(-_time_at(files[n], max(0, r.begin - 1)), n) for n, r in readers.items() if r.begin]
+    readers = {n: Backwards(files[n], at, wanted.needle) for n, at in begins.items() if at}
+    due = [(-_time_at(files[n], reader.begin - 1), n) for n, reader in readers.items()]
     heapq.heapify(due)
     found: list[Line] = []
     until = time.monotonic() + BUDGET_S
@@ -186,7 +206,7 @@ def newer(
 ) -> list[Line]:
     """Return whole lines that came since, of very many the last."""
     found: list[tuple[float, FollowedLog, bytes]] = []
-    for name, file in logs.files(wanted.choice).items():
+    for name, file in logs.files(wanted.choice, anew=True).items():
         at = ends.get(name, 0)
         if file.size < at:  # it was cut
             at = ends[name] = file.size
