@@ -137,7 +137,10 @@ def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
     yield "recoveries", _recoveries(record)
     if not current:
         return
-    yield "slowest rank", _slowest(timing, late, nodes)
+    if late is None and timing["slowest"] is None and lateness is not None:
+        yield "slowest rank", f"none stands out: {late_text(last_rank(lateness))}"
+    else:
+        yield "slowest rank", _slowest(timing, late, nodes)
     yield "advice", _advice(record, timing, late)
 
 

@@ -111,6 +111,19 @@ def test_the_advice_names_what_costs_most(held: float, advice: str) -> None:
     assert facts["advice"] == advice
 
 
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_a_last_rank_that_costs_little_is_named_as_one(nodes: int | None) -> None:
+    """The verdict says what the collectives told, of which the line above it speaks, too."""
+    little = {**late(0.02, 100.0), "slow": None}
+    record = ended(100.0, lateness=little)
+    if nodes is not None:
+        job = {**record["timing"], "nodes": nodes, "late": None}
+        record |= {"job_timing": job}  # type: ignore[typeddict-item]
+    last = "rank 2 is last in 46 of 60 collectives, 21 ms behind; ranks wait for the last 2 % of"
+    facts = dict(verdict.facts(record))
+    assert facts["slowest rank"] == f"none stands out: {last} 1m 40s"
+
+
 def test_the_time_of_earlier_starts_of_the_run_is_told() -> None:
     """What the run's own time is stands in its result."""
     facts = dict(verdict.facts(ended(100.0, lasted_s=60.0)))
