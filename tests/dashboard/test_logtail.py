@@ -207,6 +207,9 @@ def test_searches_share_a_look_at_the_files(
     agent.write(state="COMPLETED", ended_at=2e9, exit_code=0)
     agent.__exit__(None, None, None)
     assert found(0)[0] == found(0)[0] == ["first", "second", "last"] and len(looks) == 5
+    agent.run.write_state(agent.run.read_state())
+    write(root, 0, 0, "stdout", b"of another run\n")
+    assert found(0)[0][-1] == "of another run" and len(looks) == 6
 
 
 def test_lines_that_come_are_sent(

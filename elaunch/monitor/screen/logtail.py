@@ -7,8 +7,8 @@ and another search goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import math
 import re
 import threading
 import time
@@ -61,6 +61,7 @@ class RunLogs:
         self._places: list[str] = []
         self._reader: Reader | None = None
         self._seen_until = 0.0
+        self._ended: tuple[int, int] | None = None
 
     def files(self, choice: Choice, anew: bool = False) -> dict[str, FollowedLog]:
         """Return what there is of the chosen files, by name; raises UsageError, RunDirError.
@@ -69,15 +70,20 @@ class RunLogs:
         at those of 2,000 ranks takes as long as a filter may.
         """
         reader = self._reader
-        if reader is None or anew or time.monotonic() > self._seen_until:
+        if reader is None or anew or not self._is_known():
             with self._lock:
                 reader = self._look()
         found = filter(choice.takes, reader.chosen())
         return {f"{file.node.rank}/{file.name}": file for file in found}
 
+    def _is_known(self) -> bool:
+        if self._ended is not None:  # until another run has its directory
+            return self._ended == _version(self.run)
+        return time.monotonic() < self._seen_until
+
     def _look(self) -> Reader:
         # Asked first: what a run that has ended wrote is there.
-        live = is_live(self.run)
+        version, live = _version(self.run), is_live(self.run)
         nodes = nodes_of(self.run, self._node, self._environ)
         places = [node.place for node in nodes]
         reader = self._reader
@@ -85,8 +91,16 @@ class RunLogs:
             reader = Reader(self.run, nodes, Choice())
         reader.look()
         self._reader, self._places = reader, places
-        self._seen_until = time.monotonic() + SEEN_S if live else math.inf
+        self._seen_until, self._ended = time.monotonic() + SEEN_S, None if live else version
         return reader
+
+
+def _version(run: RunDir) -> tuple[int, int] | None:
+    """Return what differs once the record of a run was written again; None where there is none."""
+    with contextlib.suppress(OSError):
+        info = run.state_file.stat()
+        return info.st_ino, info.st_mtime_ns
+    return None
 
 
 def _time_at(file: FollowedLog, offset: int) -> float:
