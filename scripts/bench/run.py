@@ -31,6 +31,7 @@ from families import (
     goodput,
     idle,
     notice,
+    recorder,
     recovery,
     start,
     teardown,
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Callable[[Options], list[Case]]] = {
     "compiled": compiled.cases,
     "goodput": goodput.cases,
     "api": api.cases,
+    "recorder": recorder.cases,
 }
 NAMES = (TORCHRUN, ELAUNCH)
 WARM_UP_SECONDS = 60.0
