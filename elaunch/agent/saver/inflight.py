@@ -180,10 +180,6 @@ class SavesInFlight:
                 own.unreported = [one for one in own.unreported if one != save.verdict]
             return ended
 
-    def stages_here(self, rank: int) -> bool:
-        """Whether ``rank`` stages here; a shard of another one is a replica."""
-        return rank in self._ranks
-
     def last(self, rank: int) -> Committed | None:
         """Return the checkpoint that the last save of ``rank`` has become."""
         with self.changed:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -86,17 +86,16 @@ class SaveQueue:
         """Take the shard in ``memory``, which nobody changes meanwhile; return what starts a write.
 
         The caller calls that, which returns at once, after it has answered the rank: the answer
-        does not wait for threads to start. The shard of a rank that has not joined is a copy of
-        another node's. If the save has come to nothing already, the rank's next call raises that.
+        does not wait for threads to start. If the save has come to nothing already, the rank's next
+        call raises that.
         """
-        rank, saves = shard.header.rank, self._saves
+        rank, copied, saves = shard.header.rank, shard.header.copied, self._saves
         with self._changed:
             save = saves.save(shard.stage, shard.header.world_size)
             if save.problem:
                 self._rules.released(shard)
                 saves.note_failure(rank, save)
                 return _nothing
-            copied = not saves.stages_here(rank)
             if rank in save.shards or (save.done and not copied):
                 raise SaveError(
                     f"checkpoint {save.stage.final}: rank {rank} has staged its shard before"
@@ -107,8 +106,6 @@ class SaveQueue:
             save.commits = self._rules.commits(save.first_shard())
             save.writing[rank] = Pace()
             saves.drop_if_hopeless(save)
-        if shard.header.copied != copied:
-            shard = replace(shard, header=replace(shard.header, copied=copied))
         name = f"checkpoint {shard.stage.step} rank {rank}"
         work = partial(self._write, save, shard, memory)
         supervise = save.writing[rank].supervise

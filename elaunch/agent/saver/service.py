@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from elaunch.agent.context import SaverSetup
@@ -351,6 +352,7 @@ class SaverService:
         name = f"{REPLICA}{shard.header.rank}"
         segment = self._memory.find(name)
         if segment is not None:
+            shard = replace(shard, header=replace(shard.header, copied=True))
             self.shards.keep(name, shard, segment)
             if shard.local:
                 self._replicas.came(shard, segment)

@@ -101,7 +101,8 @@ class Rig:
             self.queue.join(rank)
 
     def shard(self, step: int, rank: int, uuid: str = "u", local: bool = False) -> StagedShard:
-        header = ShardHeader(rank, self.world, RUN, {"steps_completed": step})
+        copied = rank not in self.ranks  # it is a replica of another node's
+        header = ShardHeader(rank, self.world, RUN, {"steps_completed": step}, copied=copied)
         files = ((f"part-{rank}", ((4, 4), (0, 4))),)
         return StagedShard(Stage(step, 0, uuid), header, files, local=local)
 
@@ -561,6 +562,7 @@ def test_a_copy_that_cannot_be_written_harms_nobody(tmp_path: Path) -> None:
     rig = Rig(tmp_path, ranks=(0,))
     breaks(rig, errno.EIO, 1)
     rig.stage(7, 0)
+    rig.queue.join(1)  # a worker of the next round, which has this rank now
     rig.stage(7, 1)  # another node's
     settled = rig.queue.settle(time.monotonic() + LONG)
     assert (settled.committed, settled.lost) == ((), ())

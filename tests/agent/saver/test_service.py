@@ -21,7 +21,7 @@ from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import commitrules, inflight, queue, service
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.service import SaverConnection
+from elaunch.agent.saver.service import SaverConnection, SaverService
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
@@ -703,7 +703,10 @@ def test_a_save_that_is_ready_before_the_choice_waits_for_it(
 def test_the_node_that_commits_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Its neighbour has its shard: it writes that too, and commits, whatever its name is now."""
+    """Its neighbour has its shard: it writes that too, and commits, whatever its name is now.
+
+    The copy is written as one, though a worker of the next round has its rank here already.
+    """
     agents = pair(tmp_path, checkpoint_replicas=1)
     # The lost node's own write goes no further: its agent is dead.
     dead, opened = hold_writes(monkeypatch, {0}), hold_writes(monkeypatch, {1})
@@ -716,11 +719,18 @@ def test_the_node_that_commits_is_lost(
         wait_until(lambda: len(survivor._settled()) > 1, LONG)
         assert survivor._settled()[-1].held[0].ranks == (0, 1)
         nodes = (structs.replace(NODES[1], name=name),)
+        joined, go_on = threading.Event(), SaverService._go_on
+
+        def later(self: SaverService, uuid: str) -> None:
+            assert joined.wait(LONG)
+            go_on(self, uuid)
+
+        monkeypatch.setattr(SaverService, "_go_on", later)
         survivor.begin(structs.replace(save_both, nodes=nodes), name)
-        # A shard that is taken over once its rank has joined here counts as its own, and is held.
+        worker = survivor.worker(0, 1)
+        joined.set()
         written = open_storage(survivor.place).manifests
         wait_until(lambda: 0 in written(Stage(10, 0, "u10")), LONG)
-        worker = survivor.worker(0, 1)
         found = worker.recall(10, 0, [0, 1], "u10", LONG)
         assert bytes(found[0]["part-0"]) == b"00100000"
         opened.set()
