@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"earlysignals", "endings", "env", "hosts", "launchers", "proc", "text"}),
+    frozenset({"earlysignals", "endings", "env", "files", "hosts", "launchers", "proc", "text"}),
     frozenset({"errorrecord", "runs"}),
     frozenset({"config", "checkpoint", "store", "wire"}),
     frozenset({"server", "rendezvous", "training"}),

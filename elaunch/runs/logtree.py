@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from elaunch.files import open_regular
+
 RESOLUTION_S: Final = 0.1
 """Of one file's bytes no more than one arrival is noted in so many seconds."""
 ARRIVALS: Final = "arrivals"
@@ -74,11 +76,8 @@ class LogTree:
         """Return up to ``most`` bytes of a file from ``at`` on; raises OSError."""
         if _NAME.fullmatch(name) is None:
             raise FileNotFoundError(f"{name!r} is no log file")
-        fd = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return os.pread(fd, most, at)
-        finally:
-            os.close(fd)
+        with open_regular(self.root / name, os.O_NOFOLLOW) as file:
+            return os.pread(file.fileno(), most, at)
 
     def _found(self) -> Iterator[tuple[str, tuple[int, float]]]:
         for number in _entries(self.root):

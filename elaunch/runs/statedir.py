@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from elaunch import env
+from elaunch.files import open_regular
 from elaunch.text import size
 
 TRASH_PREFIX: Final = ".trash-"
@@ -119,17 +120,11 @@ def file_name(text: str) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a file has; raise OSError where it is no regular file, or far too long.
-
-    A pipe or a device in its place would never end.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    with open(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
-        if found.st_size > MAX_FILE:
-            raise OSError(errno.EFBIG, f"it has {size(found.st_size)}")
+    """Return what a file has; raise OSError where it is no regular file, or far too long."""
+    with open_regular(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        if length > MAX_FILE:
+            raise OSError(errno.EFBIG, f"it has {size(length)}")
         return file.read(MAX_FILE)
 
 

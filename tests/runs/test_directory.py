@@ -366,6 +366,6 @@ def test_a_record_that_would_never_end_is_not_read(tmp_path: Path, what: str) ->
     else:
         run.state_file.touch()
         os.truncate(run.state_file, 1 << 40)
-    problem = "it has 1.00 TiB" if what == "sparse" else "it is no regular file"
+    problem = "it has 1.00 TiB" if what == "sparse" else "it is not a regular file"
     with pytest.raises(RunDirError, match=f"cannot read .*: {problem}"):
         run.read_state()

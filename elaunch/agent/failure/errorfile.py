@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 import time
 import traceback
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from typing import Any
 
 from elaunch import env
 from elaunch.agent.failure.tracebacks import printable
+from elaunch.files import open_regular
 
 MAX_BYTES = 4 << 20
 
@@ -106,12 +106,7 @@ def write_launcher_error(environ: Mapping[str, str], error: BaseException) -> bo
 
 def _content(path: str) -> bytes:
     """Read a regular file of at most 4 MiB. Raises OSError, or ValueError for anything else."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise ValueError("it is a directory")
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is not a regular file")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
     if not content.strip():
         raise ValueError("it is empty")

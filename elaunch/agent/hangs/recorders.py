@@ -12,7 +12,6 @@ import math
 import os
 import selectors
 import socket
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.checkpoint.storage import atonce
+from elaunch.files import open_regular
 from elaunch.wire.local import short_address
 from elaunch.wire.recorder import groups_path, socket_path
 
@@ -363,8 +363,5 @@ def _line(pid: int, file: str, number: int) -> str:
 
 
 def _text(path: Path) -> str:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait for ever
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no regular file")
+    with open_regular(path) as file:
         return os.fsdecode(file.read(LONGEST_GROUPS))

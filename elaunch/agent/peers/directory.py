@@ -48,7 +48,7 @@ from elaunch.checkpoint.nodelocal import (
 from elaunch.checkpoint.storage.checksums import begin
 from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import put_in_place
-from elaunch.checkpoint.storage.files import inside, open_regular, read_json
+from elaunch.checkpoint.storage.files import inside, open_regular, text_in
 from elaunch.errors import CheckpointError
 
 GATHERED: Final = "gather."
@@ -189,12 +189,14 @@ class LocalCopies:
         self._check_room(sum(one.entry.size for one in files))
         scratch = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
         scratch.mkdir(parents=True)
+        same = (
+            checkpoint.format != own.FORMAT
+            or text_in(path, layout.COMMIT, "digest") == checkpoint.digest
+        )
         try:
             made = NodeSources(self._peers, checkpoint.path, nodes, self._progress(connection))
             with contextlib.closing(made) as sources:
-                if path.is_dir() and (
-                    checkpoint.format != own.FORMAT or _is(path, checkpoint.digest)
-                ):
+                if path.is_dir() and same:
                     self._complete(path, files, scratch, sources)
                 else:
                     self._make(path, files, scratch, sources)
@@ -335,11 +337,3 @@ class NodeSources:
             connection.close()
         if error.gone:
             self._gone[node] = str(error)
-
-
-def _is(path: Path, digest: str) -> bool:
-    """Return whether the checkpoint at ``path`` has this digest in its COMMIT."""
-    try:
-        return read_json(path / layout.COMMIT).get("digest") == digest
-    except (OSError, CheckpointError):
-        return False

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO
 
+from elaunch import files
 from elaunch.errors import CheckpointError
 
 JSON_LIMIT = 256 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
@@ -22,12 +23,10 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; raise CheckpointError for a FIFO, device or directory."""
-    # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"not a regular file: {path.name}")
-    return os.fdopen(descriptor, "rb")
+    try:
+        return files.open_regular(path)
+    except files.NotRegularError:
+        raise CheckpointError(f"not a regular file: {path.name}") from None
 
 
 def regular_size(path: Path) -> int:

@@ -117,7 +117,7 @@ def test_a_groups_file_that_is_none(tmp_path: Path) -> None:
     found: list[RankPlace] = []
     until = time.monotonic() + 5
     assert within(20.0, lambda: found.append(asked.places({0: 1}, until)[0]), "asks")
-    assert "no regular file" in found[0].problem
+    assert "not a regular file" in found[0].problem
 
 
 def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

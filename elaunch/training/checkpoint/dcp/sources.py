@@ -18,11 +18,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, BinaryIO, Final, TypeVar, cast
 
 from elaunch.checkpoint import layout, manifests
 from elaunch.checkpoint.storage.checksums import BLOCK, CRC32C, DIGITS, Extend, begin, crc32c
-from elaunch.checkpoint.storage.files import read_json
+from elaunch.checkpoint.storage.files import open_regular, read_json
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError, SaveError
 from elaunch.training.checkpoint import saver
@@ -136,7 +136,7 @@ class Source:
         self.place = place
         self.path: Path | None = None
         self._held: dict[str, memoryview] = {}
-        self._open: dict[str, int] = {}
+        self._open: dict[str, BinaryIO] = {}
         self._manifests = None if manifests is None else Manifests(manifests)
         self._checked: dict[str, _CheckedFile | None] = {}
         self._found: DamageError | None = None
@@ -208,8 +208,8 @@ class Source:
 
     def close(self) -> None:
         """Close the files, and let the memory go."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
         self._open.clear()
         held = list(self._held.values())
         self._held.clear()
@@ -271,12 +271,10 @@ class Source:
             if self.path is None:
                 raise CheckpointError(f"{self.place}: {name} is not in memory, and no file is open")
             try:
-                # O_NONBLOCK: opening a FIFO that nobody writes to would wait for ever.
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                self._open[name] = os.open(self.path / name, flags)
+                self._open[name] = open_regular(self.path / name)
             except FileNotFoundError:
                 raise CheckpointError(f"{self.place}: {name} is missing") from None
-        return self._open[name]
+        return self._open[name].fileno()
 
     def _too_short(self, name: str, size: int, wanted: int) -> CheckpointError:
         return CheckpointError(
