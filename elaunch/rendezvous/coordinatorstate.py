@@ -2,8 +2,7 @@
 
 Changes of the members go in, steps come out: a plan to publish, a read of the published one, a
 search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
-drive it. For real it is driven by elaunch.rendezvous.coordinator, and in a job of one node by
-elaunch.rendezvous.coordinator.
+drive it; elaunch.rendezvous.coordinator drives it for real, for one node and for several.
 
 Where an answer is lost, it is not known whether a plan was published. Then the published plan is
 read again and believed, and what follows from it is decided anew.
@@ -59,7 +58,7 @@ class CoordinatorState:
     """A coordinator's knowledge, and what follows from it; no method blocks.
 
     ``old_job`` is the incarnation id in a plan that was over before this agent joined: another job
-    has this run id now. ``make_job`` makes the id of that one, ``jitter`` draws from 0.5 to 1.
+    has this run id now. ``draw`` as :func:`draw_job_and_jitter`.
     """
 
     def __init__(

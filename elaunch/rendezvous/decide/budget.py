@@ -22,6 +22,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import SameFailure
 
 BACKOFF_FIRST: Final = 0.5
@@ -35,14 +36,6 @@ LOSS_APART: Final = 600.0
 """Seconds of a round after which the loss of a node does not count: a job whose own checkpoints
 elaunch does not see has made progress by then. For so long a round goes on without a node that was
 UNSTABLE."""
-
-
-class Budget(Struct, frozen=True):
-    """The restarts that the user allows: ``lifetime`` counts all, else those without progress."""
-
-    max_restarts: int = 0
-    lifetime: bool = False
-    has_checkpoint_dir: bool = False
 
 
 class Spent(Struct, frozen=True):
@@ -80,32 +73,32 @@ class NoMore(Struct, frozen=True):
     reason: str
 
 
-def hopeless(budget: Budget, spent: Spent) -> bool:
+def hopeless(rules: Rules, spent: Spent) -> bool:
     """Return whether no checkpoint can bring another round, so that none need be looked for."""
-    if budget.max_restarts == 0:
+    if rules.max_restarts == 0:
         return True
-    return budget.lifetime and spent.restarts >= budget.max_restarts
+    return rules.lifetime_budget and spent.restarts >= rules.max_restarts
 
 
 def verdict(
-    budget: Budget, spent: Spent, failure: str, step: int | None, lived_long: bool
+    rules: Rules, spent: Spent, failure: str, step: int | None, lived_long: bool
 ) -> Again | NoMore:
     """Return whether another round follows ``failure``, and why.
 
     Args:
-        budget: what the user allows.
+        rules: what the user allows.
         spent: what the job has used, refilled by the last search.
         failure: what happened: "rank 1 exited with code 7".
         step: of the checkpoint that the next round would resume from, if any.
         lived_long: whether the round that failed lasted LONG_ENOUGH.
     """
-    used = spent.restarts if budget.lifetime else spent.without_progress
-    if used >= budget.max_restarts:
-        return NoMore(failure + why_no_more(budget, spent))
-    reason = f"{failure}; restart {used + 1} of {budget.max_restarts}"
-    if not budget.lifetime and budget.has_checkpoint_dir:
+    used = spent.restarts if rules.lifetime_budget else spent.without_progress
+    if used >= rules.max_restarts:
+        return NoMore(failure + why_no_more(rules, spent))
+    reason = f"{failure}; restart {used + 1} of {rules.max_restarts}"
+    if not rules.lifetime_budget and rules.has_checkpoint_dir:
         reason += " since the last progress"
-    if budget.has_checkpoint_dir:
+    if rules.has_checkpoint_dir:
         reason += f", {resumes_from(step)}"
     if spent.crashes == 0 or lived_long:
         return Again(reason)
@@ -142,12 +135,12 @@ def resumes_from(step: int | None) -> str:
     return "from the start" if step is None else f"from step {step}"
 
 
-def why_no_more(budget: Budget, spent: Spent) -> str:
+def why_no_more(rules: Rules, spent: Spent) -> str:
     """Return the end of the sentence in which a job ends: why no restart follows."""
-    if budget.max_restarts == 0:
+    if rules.max_restarts == 0:
         return "; --max-restarts is 0"
-    if budget.lifetime:
-        return f"; {budget.max_restarts} of {budget.max_restarts} restarts are used up"
+    if rules.lifetime_budget:
+        return f"; {rules.max_restarts} of {rules.max_restarts} restarts are used up"
     number = spent.without_progress
     restarts = "1 restart" if number == 1 else f"{number} restarts in a row"
     return f"; {restarts} brought no progress (--max-restarts)"

@@ -240,17 +240,16 @@ def _after_losses(view: View, now: float, enough: Enough) -> Decision | None:
 def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     """Return that the budget has another restart, or the decision that comes before or instead."""
     plan, found = view.plan, view.search_result
-    allowed = budget.Budget(rules.max_restarts, rules.lifetime_budget, rules.has_checkpoint_dir)
     spent = budget.Spent(plan.restarts, plan.without_progress, plan.crashes)
     unknown = rules.has_checkpoint_dir and (found is None or found.again)
-    if unknown and not budget.hopeless(allowed, spent):
+    if unknown and not budget.hopeless(rules, spent):
         return _search(view, rules)
     if found is not None and found.problem:
         return _unreadable(plan, found)
     step = _step(checkpoints.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
-    verdict = budget.verdict(allowed, spent, text.failure(failed), step, _lived_long(view))
+    verdict = budget.verdict(rules, spent, text.failure(failed), step, _lived_long(view))
     if isinstance(verdict, budget.NoMore):
         return publish(over(plan, exit_code(failed.exitcode), verdict.reason))
     same = _same(view)

@@ -1,8 +1,4 @@
-"""How far an etcd has come, by the headers of its answers: one that lost its memory goes back.
-
-A linearizable read and a write are answered with a revision that is no older than any that was
-known when they were asked for. An etcd that was wiped begins at 1 again, one that was restored from
-a snapshot at what it had then; either may have the cluster id of before, or another.
+"""One etcd: its members, the keys of a job there, and how far it has come by what it has answered.
 
 An etcd that lost its memory goes back (`RevisionHistory`). A linearizable read and a write are
 answered with a revision that is no older than any that was known when they were asked for. An etcd

@@ -294,19 +294,14 @@ class OwnLease:
 
     def _await_turn(self, own: _OwnEntry, until: float) -> bool:
         """Wait until the agent before us in line may be gone; False: not by ``until``."""
+
+        def gone() -> bool | None:
+            if not self._before_gone and self._own is not own:
+                raise LeaseLost(f"{own.name} has lost its entry while it waited for the leadership")
+            return self._before_gone or None
+
         began = time.monotonic()
-        with self._news:
-            while not self._before_gone:
-                if self._own is not own:
-                    raise LeaseLost(
-                        f"{own.name} has lost its entry while it waited for the leadership"
-                    )
-                self._watcher.check(began)
-                left = until - time.monotonic()
-                if left <= 0:
-                    return False
-                self._news.wait(left)
-        return True
+        return bool(self._watcher.wait(gone, began, until - began))
 
     def _look_ahead(self, own: _OwnEntry) -> None:
         """Find the key before ours now: none, and we lead, or one to watch."""

@@ -70,18 +70,13 @@ class EtcdMembers:
         began = time.monotonic()
         self._txns.calls.check_open()
         self._begin_to_watch(name)
-        with self._news:
-            while True:
-                self._check_leads(name)
-                if self._changes:
-                    break
-                self._watcher.check(began)
-                left = began + timeout - time.monotonic()
-                if left <= 0:
-                    return ()
-                self._news.wait(left)
+
+        def unseen() -> Sequence[Change] | None:
+            self._check_leads(name)
             changes, self._changes = self._changes, []
-            return changes
+            return changes or None
+
+        return self._watcher.wait(unseen, began, timeout) or ()
 
     def forget(self) -> None:
         """Stop watching; the next call of ``changes`` returns every entry again."""
@@ -242,17 +237,15 @@ class EtcdPlan:
         began = time.monotonic()
         self._txns.calls.check_open()
         self._begin_to_watch()
-        with self._news:
-            while True:
-                newest = self._newest
-                if newest is not None and (newest.version > after or self._replaced):
-                    self._replaced = False
-                    return newest
-                self._watcher.check(began)
-                left = began + timeout - time.monotonic()
-                if left <= 0:
-                    return None
-                self._news.wait(left)
+
+        def newer() -> Post | None:
+            newest = self._newest
+            if newest is None or not (newest.version > after or self._replaced):
+                return None
+            self._replaced = False
+            return newest
+
+        return self._watcher.wait(newer, began, timeout)
 
     def _look(self) -> tuple[Any | None, Post | None, Any | None]:
         """Return what is at the plan's key, the post, and what is at the key of its nodes."""

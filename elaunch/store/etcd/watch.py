@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.store.etcd import errors
@@ -27,6 +27,8 @@ from elaunch.store.etcd.connection import EtcdStream, Metadata
 PATIENCE = 3.0
 """Seconds without a stream after which waiting calls raise."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -114,6 +116,21 @@ class Watcher:
             return
         if self._failed_at - self._down_since >= PATIENCE:
             raise copy(self._failure)
+
+    def wait(self, find: Callable[[], Found | None], began: float, timeout: float) -> Found | None:
+        """Return what ``find`` finds; None where that is nothing ``timeout`` seconds later.
+
+        ``find`` is called with the condition held, at first and after all news. ``began`` is as
+        ``since`` of :meth:`check`, and all that raises is raised here.
+        """
+        with self._news:
+            while (found := find()) is None:
+                self.check(began)
+                left = began + timeout - time.monotonic()
+                if left <= 0:
+                    return None
+                self._news.wait(left)
+            return found
 
     def close(self, timeout: float) -> None:
         """End the stream and the thread, after the connections were closed."""

@@ -124,8 +124,7 @@ def handshake(
     try:
         hold(connection)
         connection.open(where, until)
-        connection.send([wire.get(IDENTITY)], until)
-        return connection, _read_identity(connection.value(until))
+        return connection, _read_identity(connection.ask(wire.get(IDENTITY), until))
     except (OSError, ForeignAnswer):
         connection.close()
         raise

@@ -350,12 +350,7 @@ class MembersThread:
         """Move the counter below zero unless it has moved meanwhile; whether it has not."""
         tombstone, count = str(GONE).encode(), self._alive[name].count
         request = wire.compare_set(counter_of(name), count, tombstone)
-
-        def talk(line: Connection, by: float) -> bytes:
-            line.send([request], by)
-            return line.value(by)
-
-        return self._line.exchange(talk) == tombstone
+        return self._line.exchange(lambda line, by: line.ask(request, by)) == tombstone
 
     def _drop(self, name: str, left: bool) -> None:
         del self._alive[name]

@@ -238,12 +238,7 @@ class TcpStore:
         """Return the value that all share; ``offer`` becomes it where there is none."""
         key = self._prefix + SHARED
         request = wire.compare_set(key, b"", offer) if offer else wire.get(key)
-
-        def talk(line: Connection, until: float) -> bytes:
-            line.send([request], until)
-            return line.value(until)
-
-        return self._calls.exchange(talk)
+        return self._calls.exchange(lambda line, by: line.ask(request, by))
 
     def clear(self) -> None:
         """Do nothing: what the job wrote goes with the process that hosts it."""

@@ -169,6 +169,11 @@ class Connection:
                 room.register(self._sock, select.POLLOUT)
                 _await(room, until)
 
+    def ask(self, request: bytes, until: float) -> bytes:
+        """Send a request whose reply is a value, and read that."""
+        self.send([request], until)
+        return self.value(until)
+
     def values(self, keys: Sequence[str], until: float) -> list[bytes]:
         """Ask for the values of ``keys``, and read them."""
         self.send([multi_get(keys)], until)

@@ -4,61 +4,62 @@ from __future__ import annotations
 
 import pytest
 
+from elaunch.rendezvous.coordinator import rules_of_one
 from elaunch.rendezvous.decide.budget import (
     Again,
-    Budget,
     NoMore,
     Spent,
     hopeless,
     repeated,
     verdict,
 )
+from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import SameFailure
 
 FAILED = "rank 1 exited with code 7"
 AGAIN = "it failed within 10 s again"
 ROWS = {
     "none is allowed": (
-        (Budget(0), Spent(), None, False),
+        (rules_of_one(0), Spent(), None, False),
         NoMore(f"{FAILED}; --max-restarts is 0"),
     ),
     "the first is at once": (
-        (Budget(3), Spent(), None, False),
+        (rules_of_one(3), Spent(), None, False),
         Again(f"{FAILED}; restart 1 of 3"),
     ),
     "the second backs off": (
-        (Budget(3), Spent(1, 1, 1), None, False),
+        (rules_of_one(3), Spent(1, 1, 1), None, False),
         Again(f"{FAILED}; restart 2 of 3, after a backoff of up to 0.5 s: {AGAIN}", 0.5),
     ),
     "the backoff has an end": (
-        (Budget(99), Spent(50, 50, 50), None, False),
+        (rules_of_one(99), Spent(50, 50, 50), None, False),
         Again(f"{FAILED}; restart 51 of 99, after a backoff of up to 30 s: {AGAIN}", 30.0),
     ),
     "no backoff after a long life": (
-        (Budget(3), Spent(1, 1, 1), None, True),
+        (rules_of_one(3), Spent(1, 1, 1), None, True),
         Again(f"{FAILED}; restart 2 of 3"),
     ),
     "the first one after rounds that lived long": (
-        (Budget(30), Spent(20, 20, 0), None, False),
+        (rules_of_one(30), Spent(20, 20, 0), None, False),
         Again(f"{FAILED}; restart 21 of 30"),
     ),
     "used up": (
-        (Budget(1), Spent(1, 1), None, True),
+        (rules_of_one(1), Spent(1, 1), None, True),
         NoMore(f"{FAILED}; 1 restart brought no progress (--max-restarts)"),
     ),
     "progress refills": (
-        (Budget(2, False, True), Spent(5, 0), 40, False),
+        (rules_of_one(2, False, True), Spent(5, 0), 40, False),
         Again(f"{FAILED}; restart 1 of 2 since the last progress, from step 40"),
     ),
     "for life it does not": (
-        (Budget(2, True, True), Spent(2, 0), 40, False),
+        (rules_of_one(2, True, True), Spent(2, 0), 40, False),
         NoMore(f"{FAILED}; 2 of 2 restarts are used up"),
     ),
 }
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_verdict(row: tuple[tuple[Budget, Spent, int | None, bool], Again | NoMore]) -> None:
+def test_verdict(row: tuple[tuple[Rules, Spent, int | None, bool], Again | NoMore]) -> None:
     """What is allowed, what is spent, the step, a long life → the verdict."""
     (allowed, spent, step, lived_long), expected = row
     assert verdict(allowed, spent, FAILED, step, lived_long) == expected
@@ -71,9 +72,9 @@ def test_what_a_search_can_change() -> None:
     assert Spent(4, 2).refilled(10, 9) == Spent(4, 2)
     assert Spent(4, 2).refilled(None, None) == Spent(4, 2)
     assert Spent(4, 2, 1).refilled(10, 11) == Spent(4, 0)
-    assert hopeless(Budget(0), Spent())
-    assert hopeless(Budget(2, lifetime=True), Spent(2, 0))
-    assert not hopeless(Budget(2), Spent(2, 2))
+    assert hopeless(rules_of_one(0), Spent())
+    assert hopeless(rules_of_one(2, lifetime_budget=True), Spent(2, 0))
+    assert not hopeless(rules_of_one(2), Spent(2, 2))
 
 
 def test_what_counts_as_a_crash_loop() -> None:
