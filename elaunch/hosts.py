@@ -6,10 +6,13 @@ address. It is the IPv4 address in another form (RFC 4291, 2.5.5.2), and is take
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import socket
 
 LOOPBACK = "127.0.0.1"
+BACKLOG = 4096
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
@@ -46,3 +49,22 @@ def source(address: str) -> str | None:
     except OSError:  # no route, or no IPv6 at all
         return None
     return None if ipaddress.ip_address(found.partition("%")[0]).is_unspecified else found
+
+
+def listen_at(family: int, address: str, port: int) -> socket.socket:
+    """Return a socket that listens there, for IPv4 as well at ``::``; raises OSError."""
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            (address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
+    except OSError as error:  # whose text has the address, too
+        raise OSError(error.errno, os.strerror(error.errno or errno.EIO)) from None
+
+
+def listen_everywhere(port: int) -> socket.socket:
+    """Return a socket that listens at all addresses of this machine; raises OSError."""
+    try:
+        return listen_at(socket.AF_INET6, "::", port)
+    except OSError:  # a machine without IPv6
+        return listen_at(socket.AF_INET, "0.0.0.0", port)

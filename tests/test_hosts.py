@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+
 import pytest
 
-from elaunch.hosts import is_loopback, plain
+from elaunch.hosts import is_loopback, listen_at, listen_everywhere, plain
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,19 @@ def test_not_loopback(host: str) -> None:
 def test_one_form_for_an_ipv4_address(address: str, expected: str) -> None:
     """Only IPv4-mapped ones change."""
     assert plain(address) == expected
+
+
+def test_what_listens_everywhere_is_reached_by_both_kinds() -> None:
+    with listen_everywhere(0) as listening:
+        port = listening.getsockname()[1]
+        for address in ("127.0.0.1", "::1") if socket.has_ipv6 else ("127.0.0.1",):
+            with socket.create_connection((address, port), 10.0):
+                continue
+
+
+def test_a_port_in_use_is_refused_in_plain_words() -> None:
+    """The message that is made of it names the address itself."""
+    with listen_at(socket.AF_INET, "127.0.0.1", 0) as listening:
+        with pytest.raises(OSError, match=f"{errno.EADDRINUSE}.*in use$") as caught:
+            listen_at(socket.AF_INET, "127.0.0.1", listening.getsockname()[1])
+        assert caught.value.errno == errno.EADDRINUSE

@@ -27,16 +27,32 @@ def logged_wait(what: Callable[[float], str]) -> Iterator[None]:
 
     Nothing is logged where that is "".
     """
-    over, began = threading.Event(), time.monotonic()
+    began = time.monotonic()
 
     def report() -> None:
-        pause = FIRST_S
-        while not over.wait(pause):
-            if text := what(time.monotonic() - began):
-                log.warning("%s", text)
-            pause = REPEAT_S
+        if text := what(time.monotonic() - began):
+            log.warning("%s", text)
 
-    threading.Thread(target=report, name="patience", daemon=True).start()
+    with repeatedly(report, FIRST_S, REPEAT_S):
+        yield
+
+
+@contextlib.contextmanager
+def repeatedly(call: Callable[[], object], first: float, then: float) -> Iterator[None]:
+    """Make a call ``first`` seconds from now, and every ``then`` seconds, while the block goes on.
+
+    It is made in a thread; where none can be had, it is not made.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        pause = first
+        while not over.wait(pause):
+            call()
+            pause = then
+
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=run, name="patience", daemon=True).start()
     try:
         yield
     finally:

@@ -109,8 +109,7 @@ def _own_names(host: str) -> frozenset[str]:
 def _listen(place: Place) -> socket.socket:
     port = PORT if place.port is None else place.port
     try:
-        found = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
+        family, *_, address = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(address[0]), port), family=family)
     except (OSError, UnicodeError) as error:
         again = (f"port {port} cannot be used: {error}", "try again", "E-PORT-IN-USE")

@@ -42,12 +42,14 @@ def count(kind: str) -> tuple[int | None, str | None]:
     """Return how many workers ``kind`` means here, or None and the reason; imports torch."""
     import torch
 
-    if kind == "gpu":
-        return _available(
-            torch.cuda.is_available(), torch.cuda.device_count, "no CUDA GPU is there"
+    named = {"gpu": (torch.cuda, "CUDA GPU"), "xpu": (torch.xpu, "XPU")}
+    if kind in named:
+        module, what = named[kind]
+        return (
+            (module.device_count(), None)
+            if module.is_available()
+            else (None, f"no {what} is there")
         )
-    if kind == "xpu":
-        return _available(torch.xpu.is_available(), torch.xpu.device_count, "no XPU is there")
     if kind == "auto":
         if torch.accelerator.is_available():
             return torch.accelerator.device_count(), None
@@ -56,12 +58,6 @@ def count(kind: str) -> tuple[int | None, str | None]:
     if current is not None and current.type == kind:
         return torch.accelerator.device_count(), None
     return None, f"torch finds no accelerator of type {kind!r}"
-
-
-def _available(there: bool, device_count: object, problem: str) -> tuple[int | None, str | None]:
-    if not there or not callable(device_count):
-        return None, problem
-    return int(device_count()), None
 
 
 def addresses() -> tuple[list[str], str | None]:

@@ -101,12 +101,13 @@ class LogFile:
         if self._lost and not self._resume():
             self._lost += len(data)
             return
+        rest = memoryview(data)
         try:
-            _write_all(self._fd, data)
-        except _ShortWrite as short:
-            self._lost = short.missing
-            self._reason = short.error.strerror or str(short.error)
-            self._complain(self.path, short.error)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as exc:
+            self._lost, self._reason = len(rest), exc.strerror or str(exc)
+            self._complain(self.path, exc)
 
     def size(self) -> int:
         """Return how long the file is; 0 where it is not open."""
@@ -223,22 +224,6 @@ class Tail:
             lines.pop()
         last = lines[-min(count, KEPT_LINES) :] if count > 0 else []
         return [line.decode(errors="replace") for line in last]
-
-
-class _ShortWrite(Exception):
-    def __init__(self, missing: int, error: OSError) -> None:
-        super().__init__(missing)
-        self.missing = missing
-        self.error = error
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    except OSError as exc:
-        raise _ShortWrite(len(rest), exc) from exc
 
 
 def _last_lines(text: bytes) -> bytes:

@@ -62,6 +62,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from elaunch.errors import SaveError
+from elaunch.wire.stream import keep_alive
 
 CHUNK: Final = 4 * 2**20
 LONGEST_LINE: Final = 64 * 2**20
@@ -101,7 +102,8 @@ class PeerConnection:
         self._progress = 0
         self._busy_at = 0.0
         sock.settimeout(patience)
-        _watch(sock)
+        keep_alive(sock, idle=2, every=1, probes=ALIVE_S - 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S)
         self._reader = io.BufferedReader(socket.SocketIO(sock, "r"), 65536)
 
     def __enter__(self) -> PeerConnection:
@@ -275,20 +277,6 @@ class PeerConnection:
             return Undelivered(f"{self.who} does not answer for {self.patience:g} s")
         why = error.strerror or str(error)
         return Undelivered(f"{self.who} is gone: {why}", True)
-
-
-def _watch(sock: socket.socket) -> None:
-    """Have the kernel find out, in ALIVE_S seconds, that the other machine or the cable is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        socket.TCP_NODELAY: 1,
-        socket.TCP_KEEPIDLE: 2,
-        socket.TCP_KEEPINTVL: 1,
-        socket.TCP_KEEPCNT: ALIVE_S - 2,
-        socket.TCP_USER_TIMEOUT: 1000 * ALIVE_S,
-    }
-    for option, value in options.items():
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _chunks(pieces: Iterable[memoryview | bytes]) -> Iterator[memoryview]:

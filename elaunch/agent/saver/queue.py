@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from elaunch.agent.patience import repeatedly
 from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
@@ -304,33 +304,20 @@ class SaveQueue:
         """Whether an own rank has yet to stage its shard."""
         return not save.adopted and bool(save.missing(self._rules.own_ranks()))
 
-    @contextmanager
-    def _reporting(self, shard: StagedShard, pace: Pace) -> Iterator[None]:
+    def _reporting(self, shard: StagedShard, pace: Pace) -> AbstractContextManager[None]:
         """Report every REPORT_S to the nodes that commit that the shard is being written."""
-        over = threading.Event()
 
         def report() -> None:
-            while not over.wait(REPORT_S):
-                if time.monotonic() - pace.moved <= inflight.WRITE_DEADLINE_S:
-                    self._report_writing(shard)
+            if time.monotonic() - pace.moved > inflight.WRITE_DEADLINE_S:
+                return
+            try:
+                self._rules.writing(shard)
+            except (ElaunchError, OSError) as error:
+                name, why = shard.stage.name, error_text(error)
+                log.debug("%s: the node that commits has no report: %s", name, why)
 
         alone = shard.header.copied or shard.header.world_size <= len(self._rules.own_ranks())
-        if not alone:
-            name = f"checkpoint {shard.stage.step} report"
-            with suppress(RuntimeError):  # there can be no more threads
-                threading.Thread(target=report, name=name, daemon=True).start()
-        try:
-            yield
-        finally:
-            over.set()
-
-    def _report_writing(self, shard: StagedShard) -> None:
-        try:
-            self._rules.writing(shard)
-        except (ElaunchError, OSError) as error:
-            log.debug(
-                "%s: the node that commits has no report: %s", shard.stage.name, error_text(error)
-            )
+        return nullcontext() if alone else repeatedly(report, REPORT_S, REPORT_S)
 
     def _write_shard(self, shard: StagedShard, memory: memoryview, pace: Pace) -> bytes:
         images = [

@@ -37,6 +37,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, NamedTuple
 
 from elaunch.errors import UsageError
+from elaunch.hosts import listen_everywhere
 from elaunch.runs.prometheus import CONTENT_TYPE
 from elaunch.text import host_port
 
@@ -196,12 +197,9 @@ def _head(connection: socket.socket, seconds: float) -> bytes:
 def _listen(host: str | None, port: int) -> socket.socket:
     try:
         if host is not None:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, _, _, _, address = found[0]
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             return socket.create_server((str(address[0]), port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return listen_everywhere(port)
     except (OSError, OverflowError) as error:
         name = f"{VARIABLE}={port}" if host is None else f"--metrics-port {host_port(host, port)}"
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE

@@ -28,8 +28,6 @@ from elaunch.config import endpoints
 from elaunch.errors import UsageError
 from elaunch.hosts import LOOPBACK, is_loopback
 
-BACKLOG = 4096
-
 
 class StoreEndpoint:
     """Owns the listening socket; ``host`` and ``port`` are what the workers get.
@@ -96,7 +94,7 @@ def listen_for_nodes(host: str, port: int) -> socket.socket:
     the other machines resolve to another one. Only an endpoint that says loopback itself is meant
     so. Raises OSError.
     """
-    return listen(host, port) if is_loopback(host) else _bound_everywhere(port)
+    return listen(host, port) if is_loopback(host) else hosts.listen_everywhere(port)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -109,35 +107,12 @@ def listen(host: str, port: int) -> socket.socket:
     problem = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, *_, address in addresses:
         try:
-            return _bound(family, (str(address[0]), port))
+            return hosts.listen_at(family, str(address[0]), port)
         except OSError as error:
             problem = error
-            if (
-                error.errno == errno.EADDRNOTAVAIL
-            ):  # a service name or a NAT address of this machine
-                return _bound_everywhere(port)
+            if error.errno == errno.EADDRNOTAVAIL:
+                return hosts.listen_everywhere(port)
     raise problem
-
-
-def _bound_everywhere(port: int) -> socket.socket:
-    try:
-        return _bound(socket.AF_INET6, ("::", port))
-    except OSError:
-        return _bound(socket.AF_INET, ("0.0.0.0", port))
-
-
-def _bound(family: int, address: tuple[str, int]) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 ROUTES = 8

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import queue
 import select
 import socket
-import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
+from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import CollectiveTimeout, PeerLost
 from elaunch.training.channel.link import Call, Encoded, End, Link
 from elaunch.training.channel.listener import LENGTH, Listener
@@ -103,28 +103,8 @@ class Activity:
 
 def ask(dialer: Dialer, members: Sequence[RankRecord], until: float) -> list[Answer]:
     """Return what each of ``members`` reports, in their order; blocks until ``until`` at most."""
-    answers: dict[int, Answer] = {}
-    todo: queue.SimpleQueue[RankRecord] = queue.SimpleQueue()
-    for member in members:
-        todo.put(member)
-
-    def work() -> None:
-        while time.monotonic() < until:
-            try:
-                member = todo.get_nowait()
-            except queue.Empty:
-                return
-            answers[member.rank] = _ask_one(dialer, member, until)
-
-    threads = [
-        threading.Thread(target=work, name="elaunch-ask", daemon=True)
-        for _ in range(min(AT_ONCE, len(members)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()) + 0.1)
-    return [answers.get(m.rank, Answer(m, " does not answer")) for m in members]
+    calls = [partial(_ask_one, dialer, member, until) for member in members]
+    return at_once(calls, AT_ONCE, "elaunch-ask")
 
 
 def _ask_one(dialer: Dialer, member: RankRecord, until: float) -> Answer:
