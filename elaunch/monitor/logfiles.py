@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elaunch import text
 from elaunch.errors import ElaunchError, RunDirError, UsageError
@@ -73,26 +73,17 @@ class Choice:
         return self.ranks is not None and len(self.ranks) == 1
 
 
-class Tree(Protocol):
-    """The log files of a node: here (:class:`LogTree`), or where its agent reads them."""
-
-    def files(self) -> dict[str, tuple[int, float]]:
-        """Return size and time of the last change of each log file; raises OSError."""
-
-    def read(self, name: str, at: int, most: int) -> bytes:
-        """Return up to ``most`` bytes of a file from ``at`` on; raises OSError."""
-
-
 @dataclass(frozen=True)
 class LogNode:
     """The log files of one node; its first worker has ``first_rank`` where a file has no arrivals.
 
-    ``place`` names its log directory in messages; ``here``: it can be read without its agent.
+    ``tree`` has them here, or as its agent reads them. ``place`` names its log directory in
+    messages; ``here``: it can be read without its agent.
     """
 
     rank: int
     host: str
-    tree: Tree
+    tree: LogTree | RemoteTree
     place: str
     first_rank: int
     here: bool = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
-from elaunch.rendezvous.plan import MOST_LOSSES, Plan, SameFailure, WorkerFailure
+from elaunch.rendezvous.plan import MOST_LOSSES, Node, NodeStatus, Plan, SameFailure, WorkerFailure
 from elaunch.text import count, listed
 
 MOST_NAMED = 8
@@ -17,16 +17,7 @@ UNACCUSED: Final = "first to fail"
 """The culprit of a failure whose own rank is likely its victim, where none is known."""
 
 
-class HasAddress(Protocol):
-    """A node of a plan, or an agent's record."""
-
-    @property
-    def host(self) -> str:
-        """The machine's name."""
-
-    @property
-    def addr(self) -> str:
-        """Its address."""
+HasAddress = Node | NodeStatus
 
 
 def node(one: HasAddress) -> str:

@@ -20,7 +20,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -169,11 +168,7 @@ def environment_of_fork(pid: int) -> dict[str, str] | None:
 
 
 def _pointers(data: bytes) -> list[int]:
-    whole = data[: len(data) // _POINTER * _POINTER]
-    return [
-        int.from_bytes(whole[at : at + _POINTER], sys.byteorder)
-        for at in range(0, len(whole), _POINTER)
-    ]
+    return memoryview(data[: len(data) // _POINTER * _POINTER]).cast("P").tolist()
 
 
 def _texts(memory: int, array: int) -> list[bytes]:

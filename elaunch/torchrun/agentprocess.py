@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from elaunch import env, errors, proc
 from elaunch.endings import PREEMPTED, how_it_ended
@@ -65,18 +65,6 @@ class Ended:
     received: tuple[signal.Signals, ...]
     record: Record | None
     error: str
-
-
-class _Process(Protocol):
-    """An agent that was executed, or forked and executed."""
-
-    pid: int
-
-    def send_signal(self, signum: int, /) -> None:
-        """Send a signal, if it still runs."""
-
-    def wait(self) -> int:
-        """Return its exit code, negative for a signal."""
 
 
 def run_agent(
@@ -114,7 +102,7 @@ def run_agent(
             stream.flush()
     leads = threading.current_thread() is threading.main_thread()
     with _Forwarding(handled if leads else ()) as forwarding:
-        process: _Process
+        process: subprocess.Popen[bytes] | _Forked
         if serve is None:
             process = subprocess.Popen(argv, env=environ, start_new_session=leads)
         else:
@@ -158,7 +146,7 @@ class _Forwarding:
         self._early: list[int] = []
         self._handled = handled
         self._before: dict[signal.Signals, Any] = {}
-        self._process: _Process | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
 
     def __enter__(self) -> _Forwarding:
         for signum in self._handled:
@@ -174,7 +162,7 @@ class _Forwarding:
         for signum, handler in self._before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
-    def begin(self, process: _Process) -> None:
+    def begin(self, process: subprocess.Popen[bytes] | _Forked) -> None:
         """Send what comes from now on to ``process``, and of what came before it the first."""
         self._process = process
         if self._early:

@@ -15,8 +15,7 @@ from msgspec import structs
 from elaunch.errors import LeaseLost, StoreError, StoreReplaced
 from elaunch.rendezvous import events
 from elaunch.rendezvous.coordinatorstate import CoordinatorState, Reread
-from elaunch.rendezvous.decide.decide import Rules, Search
-from elaunch.rendezvous.decide.view import Publish, SearchResult
+from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult
 from elaunch.rendezvous.events import CutOff, Effect, Fence, Idle, MeetingFailed, Open, PlanSeen
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure

@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import structs
 
 from elaunch.rendezvous import records
-from elaunch.rendezvous.decide.decide import Rules
+from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import Plan, PlanCheckpoint
 from elaunch.store.protocol import Post
 from tests.rendezvous import simhurts

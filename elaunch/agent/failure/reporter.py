@@ -257,7 +257,7 @@ class Reporter:
             error_file=self._group.error_file(end.round, end.local_rank),
             stdout_path=None if stdout is None else str(stdout),
             stderr_path=None if stderr is None else str(stderr),
-            tail=tuple(self._pump.tail(end.local_rank, "stderr", TAIL_LINES)),
+            tail=tuple(self._pump.tail(end.local_rank, TAIL_LINES)),
             oom_kill=self._oom and end.exitcode in (-9, 128 + 9) and not stopped,
         )
 

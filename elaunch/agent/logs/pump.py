@@ -142,16 +142,15 @@ class LogPump:
         finished.done.wait(CLOSE_PATIENCE)
         return finished.ended.is_set() and not finished.held
 
-    def tail(self, local_rank: int, stream: str = "stderr", lines: int = 20) -> list[str]:
-        """Return the last lines of a stream of the newest round, without line ends.
+    def tail(self, local_rank: int, lines: int) -> list[str]:
+        """Return the last lines of a worker's stderr in the newest round, without line ends.
 
         Args:
             local_rank: whose; an unknown one has no lines.
-            stream: ``stdout`` or ``stderr``.
             lines: how many at most; no more than 500 lines and 64 KiB are kept.
         """
-        found = self._find(local_rank, stream)
-        return [] if found is None else found.tail.lines(lines)
+        found = self._find(local_rank, "stderr")
+        return [] if found is None or found.tail is None else found.tail.lines(lines)
 
     def paths(self, local_rank: int) -> tuple[Path | None, Path | None]:
         """Return the stdout and stderr log files of the newest round; None where there is none."""

@@ -67,7 +67,7 @@ class OutputStream:
         self.arrivals: ArrivalNotes | None = None
         self.writer: LineWriter | None = None
         self.line_filter: LineFilter | None = None
-        self.tail = Tail()
+        self.tail = Tail() if name == "stderr" else None  # reports quote nothing else
         self.listener: Callable[[bytes], None] | None = None
         self.gush = TERMINAL_GUSH if terminal else READ_SIZE // 2
         self._terminal = terminal
@@ -92,7 +92,8 @@ class OutputStream:
             return 0
         if not data:
             return 0
-        self.tail.feed(data)
+        if self.tail is not None:
+            self.tail.feed(data)
         if self.arrivals is not None:
             self.arrivals.note(now)
         if self.file is not None:
@@ -177,7 +178,7 @@ class LogRound:
         ranks: local rank to global rank.
 
     Attributes:
-        streams: by local rank and name (``stdout``, ``stderr``); kept for `OutputStream.tail`.
+        streams: by local rank and name (``stdout``, ``stderr``); kept for their tails.
         live: the streams that have not ended.
         filtered: the filtered files, by name of the stream.
         arrivals: when their bytes came, if that can be noted.

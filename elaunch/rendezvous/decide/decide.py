@@ -44,10 +44,7 @@ from elaunch.rendezvous.decide import formation
 from elaunch.rendezvous.decide.budget import LOSS_APART
 from elaunch.rendezvous.decide.formation import over, publish
 from elaunch.rendezvous.decide.members import READY_PATIENCE, order, unstable, waiting
-from elaunch.rendezvous.decide.view import Decision as Decision
-from elaunch.rendezvous.decide.view import Publish, Rules, View, Wait
-from elaunch.rendezvous.decide.view import Search as Search
-from elaunch.rendezvous.decide.view import Step as Step
+from elaunch.rendezvous.decide.view import Decision, Publish, Rules, Search, View, Wait
 from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan
 from elaunch.text import count
 

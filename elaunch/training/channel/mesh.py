@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import CollectiveTimeout, PeerLost
@@ -141,17 +141,8 @@ class Broken(Exception):
         self.end = end
 
 
-class Party(Protocol):
-    """A thing that the mesh polls: a link or the listener."""
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-
-    def mask(self) -> int:
-        """Return the events to poll for; 0 for none."""
-
-    def ready(self, events: int) -> None:
-        """Do what the events allow, without waiting."""
+Party = Link | Listener
+"""A thing that the mesh polls: it has a descriptor, events to wait for, and does what they ask."""
 
 
 class Mesh:

@@ -54,22 +54,6 @@ class _Ranks(Protocol):
         """Return what other ranks do."""
 
 
-class _Store(Protocol):
-    """The calls of both kinds of store; each ends at ``until`` on the monotonic clock."""
-
-    def put(self, key: str, value: bytes, until: float) -> None:
-        """Set a key."""
-
-    def get(self, key: str, until: float) -> bytes:
-        """Return a key's value, empty if it has none."""
-
-    def add(self, key: str, number: int, until: float) -> int:
-        """Add to a counter and return the sum."""
-
-    def wait(self, key: str, until: float) -> bool:
-        """Return whether the key has a value before ``until``."""
-
-
 class KeyStore:
     """A few small values by name; any rank may call, alone, from any thread.
 
@@ -137,7 +121,7 @@ class KeyStore:
             self._free.clear()
 
     @contextlib.contextmanager
-    def _store(self, timeout: float | None) -> Iterator[tuple[_Store, float]]:
+    def _store(self, timeout: float | None) -> Iterator[tuple[StoreConnection | _Memory, float]]:
         until = time.monotonic() + self._distributed.seconds(timeout)
         if self._alone is not None:
             yield self._alone, until

@@ -9,8 +9,18 @@ from msgspec.structs import replace
 
 from elaunch.errors import JoinTimeoutError, SymmetryError
 from elaunch.rendezvous import records
-from elaunch.rendezvous.decide.decide import Publish, Rules, Search, Wait, decide
-from elaunch.rendezvous.decide.view import Absent, LastKnown, Present, SearchResult, View
+from elaunch.rendezvous.decide.decide import decide
+from elaunch.rendezvous.decide.view import (
+    Absent,
+    LastKnown,
+    Present,
+    Publish,
+    Rules,
+    Search,
+    SearchResult,
+    View,
+    Wait,
+)
 from elaunch.rendezvous.plan import (
     Node,
     NodeStatus,
