@@ -93,6 +93,11 @@ def count(number: int, word: str = "node") -> str:
     return f"1 {word}" if number == 1 else f"{number} {word}s"
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters: one that is longer ends in an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def listed(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
     """Return the names with commas, at most ``most`` of them, and how many more there are."""
     more = len(names) - most

@@ -22,6 +22,7 @@ from elaunch.text import (
     on_ranks,
     one_line,
     ranks,
+    shortened,
     size,
 )
 
@@ -131,6 +132,11 @@ def test_counts_and_lists() -> None:
     assert (count(1), count(0, "worker"), count(3)) == ("1 node", "0 workers", "3 nodes")
     assert listed(["a", "b"]) == "a, b"
     assert listed(list("abcd"), 2) == "a, b and 2 more"
+
+
+def test_what_is_too_long_says_so() -> None:
+    assert shortened("four", 4) == "four"
+    assert shortened("longer", 4) == "lon…"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def _merge(values: Mapping[int, Mapping[str, Any]], above: str, into: list[str])
         merged[key] = groups[0][0]
         if len(groups) > 1:
             values_given = ", ".join(
-                f"{_short(value)} ({text.ranks(ranks)})" for value, ranks in groups
+                f"{text.shortened(json.dumps(value), _WIDTH)} ({text.ranks(ranks)})"
+                for value, ranks in groups
             )
             into.append(f"{name} is {values_given}")
     return merged
@@ -129,11 +130,6 @@ def _same(one: object, other: object) -> bool:
 def _apart(ranks: Mapping[int, Content]) -> str:
     sizes = [f"{size} bytes ({text.ranks(group)})" for (size, _), group in _equal(ranks)]
     return f"different content: {', '.join(sizes)}"
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
 
 
 def _refuse(what: str, conflicts: list[str]) -> None:

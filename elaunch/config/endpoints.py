@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from elaunch import hosts
 from elaunch.config import values
-from elaunch.text import one_line
+from elaunch.text import one_line, shortened
 
 # Addresses for documentation, never anybody's: the route to them is the default route.
 _EVERYWHERE = ("192.0.2.1", "2001:db8::1")
@@ -276,9 +276,8 @@ def _holder(port: int) -> str:
     pid = _holder_pid(port)
     if pid is None:
         return " by a process that this user cannot see"
-    line = one_line(" ".join(_command(pid)))
-    shown = line[:57] + "..." if len(line) > 60 else line
-    return f" by process {pid} ({shown})" if line else f" by process {pid}"
+    line = shortened(one_line(" ".join(_command(pid))), 60)
+    return f" by process {pid} ({line})" if line else f" by process {pid}"
 
 
 def may_be_agent(port: int) -> bool:

@@ -45,6 +45,7 @@ from elaunch.rendezvous.plan import (
     length,
 )
 from elaunch.rendezvous.plan import column as column_of
+from elaunch.text import shortened
 
 if TYPE_CHECKING:
     from elaunch.store.protocol import Post
@@ -282,7 +283,7 @@ def _fitted(
         return fitted
     except ValidationError as error:
         problem, _, path = str(error).partition(" - at ")
-    problem = _clipped(ascii(problem[:1].lower() + problem[1:].replace("`", ""))[1:-1])
+    problem = shortened(ascii(problem[:1].lower() + problem[1:].replace("`", ""))[1:-1], 80)
     field = re.search(r"\$\.(\w+)", path)
     if field is None or field[1] not in fields:
         raise _refused(sender, f"its {part}: {problem}" if part else problem)
@@ -339,8 +340,4 @@ def _refused(sender: str, problem: str) -> RecordError:
 
 
 def _shown(value: Any) -> str:
-    return _clipped(ascii(value))
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}…"
+    return shortened(ascii(value), 80)

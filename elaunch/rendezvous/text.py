@@ -8,7 +8,7 @@ from typing import Final
 from elaunch.endings import how_it_ended
 from elaunch.rendezvous.decide.view import Absent
 from elaunch.rendezvous.plan import MOST_LOSSES, Node, NodeStatus, Plan, SameFailure, WorkerFailure
-from elaunch.text import count, listed
+from elaunch.text import count, listed, shortened
 
 MOST_NAMED = 8
 MOST_CHARACTERS = 1000
@@ -98,8 +98,7 @@ def differences(nodes: Sequence[tuple[str, Mapping[str, str]]]) -> str:
             hosts.setdefault(facts.get(name, "(nothing)"), []).append(host)
         if len(hosts) > 1:
             differing.append(f"{name} is {_spread(hosts)}")
-    text = f"the nodes differ: {'; '.join(differing)}"
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+    return shortened(f"the nodes differ: {'; '.join(differing)}", MOST_CHARACTERS)
 
 
 def _spread(hosts: Mapping[str, Sequence[str]]) -> str:

@@ -33,7 +33,7 @@ from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
 from elaunch.rendezvous.text import UNACCUSED
-from elaunch.text import one_line
+from elaunch.text import one_line, shortened
 
 MAX_MESSAGE = 4000
 MAX_TRACEBACKS = 1 << 20
@@ -203,8 +203,7 @@ class FailureReport(Struct, frozen=True):
         if self.hang is not None:
             return one_line(self.hang.reason)
         said = self.culprit.sentence if self.culprit else ""
-        line = one_line(said or failed(self.likelier or self.first))
-        return line if len(line) <= MAX_HEADLINE else f"{line[: MAX_HEADLINE - 2]} …"
+        return shortened(one_line(said or failed(self.likelier or self.first)), MAX_HEADLINE)
 
     @property
     def accused(self) -> str:

@@ -75,7 +75,7 @@ from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 from elaunch.endings import Exit
-from elaunch.text import count, ranks
+from elaunch.text import count, ranks, shortened
 
 WIDTH = 100
 HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
@@ -122,8 +122,7 @@ def _identity(end: Exit) -> str:
 
 
 def _first_line(text: str, width: int = WIDTH) -> str:
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= width else line[: width - 2] + " …"
+    return shortened(text.strip().partition("\n")[0], width)
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:

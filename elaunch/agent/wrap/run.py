@@ -44,6 +44,7 @@ from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
 from elaunch.server import processes
+from elaunch.text import shortened
 from elaunch.wire.local import is_readable
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -223,8 +224,7 @@ class Wrapper:
     def _who(self) -> str:
         pid = f", pid {self._exited.pid}" if self._exited is not None else ""
         command = " ".join(shlex.join(self._plan.command).split())
-        shown = command[:57] + "..." if len(command) > 60 else command
-        return f"rank {self._plan.rank} on {os.uname().nodename}{pid} ({shown})"
+        return f"rank {self._plan.rank} on {os.uname().nodename}{pid} ({shortened(command, 60)})"
 
     def _show(self, text: str) -> None:
         self._pump.show(f"elaunch: {self._who()}: {text}")

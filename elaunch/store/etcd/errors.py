@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elaunch.store.etcd.cluster import EtcdCluster
+from elaunch.text import shortened
 
 Kind = Literal[
     "refused", "leaderless", "silent", "failing", "tls", "token", "denied", "gone", "full", "wrong"
@@ -125,7 +126,7 @@ def _shortened(details: str) -> str:
         text = text.removeprefix(code)
     if text.startswith(("ipv4:", "ipv6:")):
         text = text.partition(": ")[2] or text
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    return shortened(text, _LONGEST_TEXT)
 
 
 def denied(cluster: EtcdCluster, text: str) -> str:

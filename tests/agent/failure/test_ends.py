@@ -211,7 +211,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:40312"
         (
             [failed(0, 1, *TRACEBACK[:2], f"ValueError: {'x' * 999}")],
             {},
-            f"rank 0 failed at t.py:1 in f: ValueError: {'x' * (298 - 42)} …",
+            f"rank 0 failed at t.py:1 in f: ValueError: {'x' * (299 - 42)}…",
         ),
     ],
     ids=["error", "code", "oom", "likelier", "victim", "culprit", "long"],

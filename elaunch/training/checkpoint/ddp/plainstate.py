@@ -41,7 +41,7 @@ from elaunch.training.distributed import DistributedContext
 
 _STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
 _CLASS: Final = re.compile(r"(?:GLOBAL|Unsupported class) ([\w.]+)")
-_NO_ROOM_FOR: Final = 200
+_LONGEST: Final = 200
 """Characters of torch's reason in an error; after them it explains itself at length."""
 
 
@@ -67,13 +67,12 @@ def reason(error: BaseException) -> str:
     """Return in a line why torch does not load something, or does not save it."""
     while isinstance(error, CheckpointError) and error.__cause__ is not None:
         error = error.__cause__
-    text = _STYLE.sub("", str(error))
+    why = _STYLE.sub("", str(error))
     if isinstance(error, pickle.UnpicklingError):
-        if found := _CLASS.search(text):
+        if found := _CLASS.search(why):
             return f"torch.load(weights_only=True) refuses {found[1]}"
-        text = text.partition("WeightsUnpickler error:")[2] or text
-    line = " ".join(text.split())
-    return line if len(line) <= _NO_ROOM_FOR else f"{line[:_NO_ROOM_FOR]}…"
+        why = why.partition("WeightsUnpickler error:")[2] or why
+    return text.shortened(" ".join(why.split()), _LONGEST)
 
 
 def _problem(value: Any) -> Exception | None:

@@ -243,7 +243,9 @@ def settle(
             ranks = "; ".join(text.ranks(group) for group in groups.values())
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
-            held = text.on_ranks(zip(holders, map(_short, values), strict=True))
+            held = text.on_ranks(
+                zip(holders, (text.shortened(repr(v), _SHOWN) for v in values), strict=True)
+            )
             problems.append(f"{key} is {', '.join(held[:4])}")
     if problems:
         raise SaveError(
@@ -255,11 +257,6 @@ def settle(
 def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
     value, problem = guarded(lambda: archives.unpack(archive, also), "reading a value back")
     return value if problem is None else problem
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _equal(one: Any, other: Any) -> bool:
