@@ -29,7 +29,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, cast
 
@@ -38,6 +37,7 @@ from elaunch.agent.children import Reaper
 from elaunch.agent.context import RunContext
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.loop import Observer
+from elaunch.agent.patience import repeatedly
 from elaunch.agent.policy import events
 from elaunch.agent.status.record import StatusRecord
 from elaunch.agent.status.socket import ControlSocket
@@ -134,7 +134,7 @@ def start(
         status.start()
         stack.callback(status.close)
     if settings.progress:
-        LiveLine(pump, snapshot).start(stack)
+        show_progress(pump, snapshot, stack)
     return pages, (*observers, pages.see)
 
 
@@ -228,40 +228,26 @@ DRAWN_S: Final = 1.0
 PLAIN_S: Final = 30.0
 
 
-class LiveLine:
-    """Owns the thread, from :meth:`start` to the end of its stack.
+def show_progress(
+    pump: LogPump, snapshot: Callable[[], Mapping[str, Any]], stack: contextlib.ExitStack
+) -> None:
+    """Have the pump show the live line until ``stack`` is closed.
 
-    Args:
-        pump: shows the line.
-        snapshot: returns the run's record, with the progress of now.
+    ``snapshot`` returns the run's record, with the progress of now.
     """
+    pace, plain_at = StepRate(), time.monotonic() + PLAIN_S
 
-    def __init__(self, pump: LogPump, snapshot: Callable[[], Mapping[str, Any]]) -> None:
-        self._pump = pump
-        self._snapshot = snapshot
-        self._pace = StepRate()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+    def draw() -> None:
+        nonlocal plain_at
+        line = line_of(snapshot(), pace, time.time())
+        if pump.on_terminal:
+            pump.show_live(line)
+        elif time.monotonic() >= plain_at:
+            plain_at = time.monotonic() + PLAIN_S
+            pump.show(line)
 
-    def start(self, stack: ExitStack) -> None:
-        """Begin to show it; ``stack`` takes it away."""
-        self._thread.start()
-        stack.callback(self._close)
-
-    def _close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-        self._pump.show_live("")
-
-    def _run(self) -> None:
-        plain_at = time.monotonic() + PLAIN_S
-        while not self._closing.wait(DRAWN_S):
-            line = line_of(self._snapshot(), self._pace, time.time())
-            if self._pump.on_terminal:
-                self._pump.show_live(line)
-            elif time.monotonic() >= plain_at:
-                plain_at = time.monotonic() + PLAIN_S
-                self._pump.show(line)
+    stack.callback(pump.show_live, "")
+    stack.enter_context(repeatedly(draw, DRAWN_S, DRAWN_S, ends_in=DRAWN_S))
 
 
 def line_of(record: Mapping[str, Any], pace: StepRate, now: float) -> str:

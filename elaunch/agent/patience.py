@@ -38,10 +38,13 @@ def logged_wait(what: Callable[[float], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def repeatedly(call: Callable[[], object], first: float, then: float) -> Iterator[None]:
+def repeatedly(
+    call: Callable[[], object], first: float, then: float, ends_in: float = 0.0
+) -> Iterator[None]:
     """Make a call ``first`` seconds from now, and every ``then`` seconds, while the block goes on.
 
-    It is made in a thread; where none can be had, it is not made.
+    It is made in a thread; where none can be had, it is not made. The end of the block waits
+    ``ends_in`` seconds for one that is being made.
     """
     over = threading.Event()
 
@@ -51,12 +54,15 @@ def repeatedly(call: Callable[[], object], first: float, then: float) -> Iterato
             call()
             pause = then
 
+    thread = threading.Thread(target=run, name="patience", daemon=True)
     with contextlib.suppress(RuntimeError):
-        threading.Thread(target=run, name="patience", daemon=True).start()
+        thread.start()
     try:
         yield
     finally:
         over.set()
+        if thread.is_alive():
+            thread.join(ends_in)
 
 
 _T = TypeVar("_T")

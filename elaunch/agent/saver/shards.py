@@ -66,17 +66,6 @@ _Answers = dict[tuple[int, Wanted], list[int]]
 """The answers of a round's nodes: node rank and checkpoint → ranks."""
 
 
-@dataclass(frozen=True)
-class _Asking:
-    """A shard that is not here: which nodes may have it, and their answers up to now."""
-
-    wanted: Wanted
-    rank: int
-    until: float
-    nodes: list[int]
-    answers: _Answers
-
-
 class Shards:
     """The shards in each segment of memory; any thread may call.
 
@@ -188,22 +177,23 @@ class Shards:
         until = time.monotonic() + timeout
         with self._lock:
             found = {rank: self._local(wanted, rank) for rank in ranks}
-            asking = {
-                rank: _Asking(wanted, rank, until, nodes, self._answers)
+            fetches = {
+                rank: partial(self._fetch, wanted, rank, until, nodes, self._answers)
                 for rank, kept in found.items()
                 if kept is None and (nodes := self._holders(wanted, rank))
             }
-        fetches = [partial(self._fetch, one) for one in asking.values()]
-        found.update(zip(asking, at_once(fetches, FETCHED_AT_ONCE, "fetch"), strict=True))
+        came = at_once(list(fetches.values()), FETCHED_AT_ONCE, "fetch")
+        found.update(zip(fetches, came, strict=True))
         return {rank: (kept.shard.images, kept.segment) for rank, kept in found.items() if kept}
 
     def _local(self, wanted: Wanted, rank: int) -> _Kept | None:
         of_rank = (kept for kept in self._kept.values() if kept.rank == rank)
         return next((kept for kept in of_rank if kept.is_of(wanted)), None)
 
-    def _fetch(self, asking: _Asking) -> _Kept | None:
+    def _fetch(
+        self, wanted: Wanted, rank: int, until: float, nodes: list[int], answers: _Answers
+    ) -> _Kept | None:
         """Ask the nodes that may have it, one after the other; workers here share what comes."""
-        wanted, rank, until = asking.wanted, asking.rank, asking.until
         coming = wanted, rank
         with self._lock:
             self._lock.wait_for(lambda: coming not in self._coming, until - time.monotonic())
@@ -212,8 +202,8 @@ class Shards:
                 return kept
             self._coming.add(coming)
         try:
-            for node_rank in asking.nodes:
-                if rank in self._held_by(node_rank, asking):
+            for node_rank in nodes:
+                if rank in self._held_by(node_rank, wanted, rank, until, answers):
                     kept = self._fetch_from(node_rank, wanted, rank, until)
                 if kept is not None or time.monotonic() >= until:
                     break
@@ -243,19 +233,21 @@ class Shards:
         own = now.plan.node_rank(now.name)
         return [one for one in ranks if one is not None and one != own]
 
-    def _held_by(self, node_rank: int, asking: _Asking) -> list[int]:
+    def _held_by(
+        self, node_rank: int, wanted: Wanted, rank: int, until: float, answers: _Answers
+    ) -> list[int]:
         """Return the ranks whose shards a node has; it is asked once, for all workers here."""
         assert self._peers is not None  # _holders has returned it
-        answers, key = asking.answers, (node_rank, asking.wanted)
-        if not self._asking.acquire(timeout=max(0.0, asking.until - time.monotonic())):
+        key = node_rank, wanted
+        if not self._asking.acquire(timeout=max(0.0, until - time.monotonic())):
             return []
         try:
             if key not in answers:
                 answers[key] = []
-                left = max(0.1, asking.until - time.monotonic())
-                answers[key] = self._peers.ask_held(node_rank, asking.wanted, left)
+                left = max(0.1, until - time.monotonic())
+                answers[key] = self._peers.ask_held(node_rank, wanted, left)
         except (SaveError, OSError) as error:
-            log.warning("rank %d's shard is read from the disk: %s", asking.rank, error)
+            log.warning("rank %d's shard is read from the disk: %s", rank, error)
         finally:
             self._asking.release()
         return answers[key]
