@@ -12,6 +12,7 @@ import math
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -202,11 +203,23 @@ class ShellCommand:
 _LONGEST_ROOM = 100_000
 
 
-def server_command(interpreter: str, room: int, lifeline: int) -> list[str]:
-    """Return the command of a server with ``room`` bytes for the titles of its workers."""
+def start_server(
+    interpreter: str, room: int, start: Callable[[list[str]], int]
+) -> tuple[int, socket.socket]:
+    """Start a server with ``room`` bytes for the titles of its workers; return pid and lifeline.
+
+    ``start`` starts a command and returns its pid. Raises OSError.
+    """
     entry = str(Path(elaunch.server.__file__).with_name("__main__.py"))
     padding = "." * min(max(0, room - len(entry)), _LONGEST_ROOM)
-    return [interpreter, "-u", entry, str(lifeline), padding]
+    ours, theirs = socket.socketpair()
+    theirs.set_inheritable(True)
+    with theirs:
+        try:
+            return start([interpreter, "-u", entry, str(theirs.fileno()), padding]), ours
+        except OSError:
+            ours.close()
+            raise
 
 
 def title_room(settings: Settings) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch import env
-from elaunch.agent.children import server_command, spawn, title_room
+from elaunch.agent.children import spawn, start_server, title_room
 from elaunch.config import Settings
 from elaunch.config.flags.table import SECRET_VARIABLES
 from elaunch.errors import ElaunchError
@@ -73,20 +73,15 @@ def _handled_signals(settings: Settings) -> tuple[signal.Signals, ...]:
 def _start_server(
     settings: Settings, environ: Mapping[str, str], handled: Iterable[signal.Signals]
 ) -> None:
-    ours, theirs = socket.socketpair()
-    room, interpreter = title_room(settings), settings.interpreter
-    argv = server_command(interpreter, room, theirs.fileno())
-    theirs.set_inheritable(True)
     # The agent will handle them, and what is handled has its default action in a child.
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     defaults = [s for s in handled if not (s is signal.SIGHUP and ignored)]
     threads = env.default_omp_threads(environ, devices.known(settings.nproc_per_node) or 2)
-    with theirs:
-        try:
-            pid = spawn(argv, {**environ, **threads}, defaults=defaults)
-        except OSError:  # the agent reports it when it starts one itself
-            ours.close()
-            return
+    start = partial(spawn, environ={**environ, **threads}, defaults=defaults)
+    try:
+        pid, ours = start_server(settings.interpreter, title_room(settings), start)
+    except OSError:  # the agent reports it when it starts one itself
+        return
     os.environ[env.SERVER] = f"{pid}:{ours.detach()}"
 
 

@@ -232,7 +232,6 @@ class WorkerGroup:
             if settings.hang_timeout is not None:
                 variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
             job = {
-                "op": "start",
                 "round": start.round,
                 "rank": ranks[local_rank],
                 "local_rank": local_rank,
@@ -242,9 +241,7 @@ class WorkerGroup:
                 "interpreter": settings.interpreter,
                 "env": variables,
             }
-            self.server.send(job, [stdout, stderr])
-            os.close(stdout)
-            os.close(stderr)
+            self.server.start_worker(job, stdout, stderr)
 
     def _facts(self, start: Round) -> env.RoundFacts:
         settings = self._settings

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, Literal
 
 from elaunch import env, proc
-from elaunch.agent.children import Reaper, server_command
+from elaunch.agent.children import Reaper, start_server
 from elaunch.agent.policy import events
 from elaunch.checkpoint.storage import atonce
 from elaunch.errors import ServerError
@@ -108,18 +108,17 @@ class WorkerServer:
 
     def _spawn(self) -> socket.socket:
         """Execute the server; return the socket that leads to it."""
-        ours, theirs = socket.socketpair()
         plan = self._plan
-        argv = server_command(plan.interpreter, plan.title_room, theirs.fileno())
-        theirs.set_inheritable(True)
+        start = partial(
+            self._reaper.spawn,
+            environ=plan.environ,
+            ended=self._note_end,
+            stopped=self._note_stop,
+        )
         try:
-            spawn = partial(self._reaper.spawn, stopped=self._note_stop)
-            self._pid = spawn(argv, plan.environ, self._note_end)
+            self._pid, ours = start_server(plan.interpreter, plan.title_room, start)
         except OSError as error:
-            ours.close()
             raise ServerError(f"cannot execute {plan.interpreter}: {error}") from error
-        finally:
-            theirs.close()
         return ours
 
     def _adopt(self, pid: int, fd: int) -> socket.socket:
@@ -144,6 +143,12 @@ class WorkerServer:
             return
         except TimeoutError:
             self.kill()
+
+    def start_worker(self, fields: Message, stdout: int, stderr: int) -> None:
+        """Have a worker started (``start`` in elaunch.server); its output is closed here then."""
+        self.send({"op": "start", **fields}, [stdout, stderr])
+        os.close(stdout)
+        os.close(stderr)
 
     def kill(self) -> None:
         """SIGKILL the server; its workers die with it, what they leave comes to the agent.

@@ -119,7 +119,6 @@ class Wrapper:
         rank = plan.rank
         [(stdout, stderr)] = self._pump.open_round(plan.round, {rank: rank}).values()
         job = {
-            "op": "start",
             "round": plan.round,
             "rank": rank,
             "local_rank": rank,
@@ -129,9 +128,7 @@ class Wrapper:
             "interpreter": sys.executable,
             "env": dict(plan.environ),
         }
-        self._server.send(job, [stdout, stderr])
-        os.close(stdout)
-        os.close(stderr)
+        self._server.start_worker(job, stdout, stderr)
 
     def _next(self) -> Event | None:
         """Return the next event; None when a deadline comes before it."""
