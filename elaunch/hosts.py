@@ -1,4 +1,4 @@
-"""Hosts by name and by address: which mean the machine that asks, and where it is on the way there.
+"""Hosts by name and address, which mean the machine that asks, and what listens or connects there.
 
 A system with IPv6 shows an IPv4 peer as ``::ffff:a.b.c.d``, and /etc/hosts may give a name such an
 address. It is the IPv4 address in another form (RFC 4291, 2.5.5.2), and is taken for that one.
@@ -68,3 +68,17 @@ def listen_everywhere(port: int) -> socket.socket:
         return listen_at(socket.AF_INET6, "::", port)
     except OSError:  # a machine without IPv6
         return listen_at(socket.AF_INET, "0.0.0.0", port)
+
+
+def keep_alive(sock: socket.socket, idle: int = 20, every: int = 5, probes: int = 6) -> None:
+    """Have the kernel notice that the other machine is gone; without more, within a minute.
+
+    It looks after ``idle`` seconds, and ``every`` so many then; ``probes`` without an answer do.
+    Where something is under way to it the deadline of the call has to do: TCP_USER_TIMEOUT would
+    also end the connection to a rank that computes for long and so does not read.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)

@@ -359,20 +359,6 @@ def _is_known_user(sock: socket.socket) -> bool:
     return peer_uid(sock) in (0, os.getuid())
 
 
-def keep_alive(sock: socket.socket, idle: int = 20, every: int = 5, probes: int = 6) -> None:
-    """Have the kernel notice that the other machine is gone; without more, within a minute.
-
-    It looks after ``idle`` seconds, and ``every`` so many then; ``probes`` without an answer do.
-    Where something is under way to it the deadline of the call has to do: TCP_USER_TIMEOUT would
-    also end the connection to a rank that computes for long and so does not read.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
-
-
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:
     """Do the connecting side over a connected socket; ``rank`` is that of the listening side.
 

@@ -62,7 +62,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from elaunch.errors import SaveError
-from elaunch.wire.stream import keep_alive
+from elaunch.hosts import keep_alive
 
 CHUNK: Final = 4 * 2**20
 LONGEST_LINE: Final = 64 * 2**20

@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
+from elaunch.hosts import keep_alive
 from elaunch.training.channel.meeting import RankRecord
 from elaunch.training.channel.objects import Bytes
-from elaunch.wire.stream import keep_alive
 
 MAGIC: Final = b"eln2"
 HEAD: Final = struct.Struct("<4sB3xI")
