@@ -213,7 +213,7 @@ def test_frozen_nodes_leave_time_for_the_others(
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And more at a time than there is room for."""
     with job(tmp_path, taken({})) as (run, _):
-        with pytest.raises(UsageError, match="'of' is 'x', known: 'stacks', 'report', 'files', 'bytes',"):
+        with pytest.raises(UsageError, match="'of' is 'x', known: 'stacks', 'report', 'files',"):
             ask(run, {"of": "x"}, 5)
         for request in ({"of": "bytes"}, {"of": "bytes", "name": 3, "at": "x", "most": None}):
             assert "makes no sense" in ask(run, request, 5)[0]["error"]
