@@ -163,6 +163,7 @@ def test_silent_connections_are_ended(hosted: tuple[Store, Stranger], port: int)
     wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "the host goes on")
 
 
+@pytest.mark.slow
 def test_a_host_without_a_descriptor_goes_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot look for silent connections then; members come and go all the same."""
     tried = threading.Event()

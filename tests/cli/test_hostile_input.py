@@ -307,6 +307,7 @@ def test_a_directory_that_may_not_be_entered(place: Path) -> None:
 DEEP = {"lists": "[", "mappings": "{a: ", "blocks": "- ", "keys": "? ", "anchors": "&a "}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "endless", "directory", "large", "binary", *DEEP])
 def test_files_that_are_no_job_file(
     place: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -91,6 +91,7 @@ def test_a_rank_whose_interpreter_ends(tmp_path: Path) -> None:
     assert found == {0: RankPlace(leaving=True)}
 
 
+@pytest.mark.slow
 def test_who_says_nothing_costs_the_deadline_once(tmp_path: Path) -> None:
     """All are asked at once; the others' answers count."""
     answer = b'{"entries": []}'

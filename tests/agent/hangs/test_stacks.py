@@ -122,6 +122,7 @@ def test_a_process_that_has_ended(tmp_path: Path) -> None:
     assert found.problems == (((0,), "the process has ended meanwhile"),)
 
 
+@pytest.mark.slow
 def test_a_process_that_blocks_the_signal_is_waited_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_the_store_of_another_job_is_named(stack: ExitStack, free_port: int) -> 
         second.open()
 
 
+@pytest.mark.slow
 def test_a_static_node_says_whom_it_waits_for(stack: ExitStack, free_port: int) -> None:
     """Nobody is at the master's port."""
     settings = meeting(free_port, backend="static", is_host=False, node_hint=1, connect_timeout=0.5)

@@ -118,6 +118,7 @@ def test_failures_are_logged_once(
     assert warnings(caplog) == [problem]
 
 
+@pytest.mark.slow
 def test_the_end_waits_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_log_files_of_another_node_are_read(tmp_path: Path) -> None:
             RemoteTree(run, 7).files()
 
 
+@pytest.mark.slow
 def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what they take; of another round none, and of a node that is silent the last ones."""
     worker = new_worker(1, 0) | {"pid": os.getpid(), "state": "RUNNING"}
@@ -185,6 +186,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         assert re.match(r"seen \d.* ago: \S", silent.note)
 
 
+@pytest.mark.slow
 def test_frozen_nodes_leave_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def test_one_that_talks_without_end_is_dropped(agent: Agent) -> None:
     wait_until(lambda: agent.links.readings() == {})
 
 
+@pytest.mark.slow
 def test_one_that_does_not_listen_is_dropped(agent: Agent) -> None:
     """The agent waits for nobody."""
     worker = Worker(agent)

@@ -299,6 +299,7 @@ def test_manifests_that_another_machine_sees_late(tmp_path: Path) -> None:
     check_whole(storage, [found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [["manifest.rank-00001.json"], ["rank0.bin"], ["all"]])
 def test_a_dead_rounds_parts_that_are_seen_late(tmp_path: Path, late: list[str]) -> None:
     """Nobody says that they were written; they are waited for where another machine may have."""

@@ -148,6 +148,7 @@ def test_json(play: Play, environ: dict[str, str]) -> None:
     assert document["dir"] == str(agent.run.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["status {} --watch", "logs -f {}"])
 def test_a_follower_ends_with_its_reader(play: Play, environ: dict[str, str], words: str) -> None:
     """Ends a command that follows, also where nothing happens any more."""

@@ -74,6 +74,7 @@ def test_the_newest_failed_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["card"]["first"]["message"] == TAIL[-1]
 
 
+@pytest.mark.slow
 def test_rounds_that_no_failure_here_has_begun(capsys: pytest.CaptureFixture[str]) -> None:
     """A node was lost, or joined: there is no card, but a reason; also beside a card."""
     lost = "node node2 (10.0.0.2) was lost: no heartbeat for 3 s; going on with 1 node, 8 workers"

@@ -272,6 +272,7 @@ def test_what_cannot_be_written_is_said_by_the_next_report_and_by_close(
     assert not [t for t in threading.enumerate() if t.name == "elaunch-metrics"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_comes_back_loses_nothing(
     writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_rank_that_fails_in_its_turn(group: Group) -> None:
     assert str(first) == str(last) == text
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_to_its_turn(group: Group) -> None:
     """The deadline's error names it."""
 
