@@ -164,10 +164,10 @@ class JobAgents:
 
     @property
     def live(self) -> bool:
-        """Whether the job goes on; a store that is gone went with it."""
+        """Whether the job goes on; a store that is gone, or has nothing of it, went with it."""
         try:
             self._renew()
-        except StoreError:
+        except (StoreError, UsageError):
             return False
         return self.view.live
 
