@@ -6,7 +6,7 @@ With them a command shows a whole job, from any machine that reaches that store.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -57,28 +57,28 @@ def given(place: Mapping[str, Any], run: str | None) -> dict[str, str]:
     return line
 
 
-def resolve(line: Mapping[str, str]) -> tuple[RendezvousSettings, str | None]:
-    """Return the store, and the run id if one is given."""
+def jobs(line: Mapping[str, str]) -> tuple[RendezvousSettings, Sequence[str]]:
+    """Return the store and the run id that is given, or those that it has; UsageError for none."""
     from elaunch.config.rendezvous import resolve_place, resolve_run_id
+    from elaunch.monitor.jobreader import no_job, run_ids
 
     try:
         cwd = Path.cwd()
     except FileNotFoundError:
         raise UsageError("the working directory was deleted; go to one that is there") from None
-    return resolve_place(line, os.environ, cwd), resolve_run_id(line, os.environ)
+    rendezvous, run_id = resolve_place(line, os.environ, cwd), resolve_run_id(line, os.environ)
+    ids = run_ids(rendezvous) if run_id is None else (run_id,)
+    if not ids:
+        raise no_job(rendezvous)
+    return rendezvous, ids
 
 
 def agents(line: Mapping[str, str], stack: ExitStack) -> JobAgents:
     """Return the agents of the job; UsageError where the store has several and none is named."""
-    from elaunch.monitor.jobreader import JobAgents, no_job, run_ids
+    from elaunch.monitor.jobreader import JobAgents
     from elaunch.text import listed
 
-    rendezvous, run_id = resolve(line)
-    if run_id is None:
-        ids = run_ids(rendezvous)
-        if not ids:
-            raise no_job(rendezvous)
-        if len(ids) > 1:
-            raise UsageError(f"the store has several jobs: name one by --rdzv-id: {listed(ids)}")
-        run_id = ids[0]
-    return stack.enter_context(closing(JobAgents(rendezvous, run_id)))
+    rendezvous, ids = jobs(line)
+    if len(ids) > 1:
+        raise UsageError(f"the store has several jobs: name one by --rdzv-id: {listed(ids)}")
+    return stack.enter_context(closing(JobAgents(rendezvous, ids[0])))

@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from elaunch.agent.peers.messages import Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.checkpoint.storage import atonce
 from elaunch.config.rendezvous import RendezvousSettings
@@ -190,22 +189,13 @@ class JobAgents:
         until = time.monotonic() + seconds
 
         def one(node: int) -> None:
-            found[node] = self._ask(node, request, until)
+            found[node] = self._peers.view(node, request, until, DIAL_S)
 
         calls: list[Callable[[], None]] = [partial(one, node) for node in asked]
         atonce.within(
             seconds, lambda: atonce.at_once(calls, ASKED_AT_ONCE, "ask node"), "ask nodes"
         )
         return dict(found)
-
-    def _ask(self, node: int, request: Mapping[str, object], until: float) -> dict[str, Any]:
-        left = max(0.0, until - time.monotonic())
-        dial_until = time.monotonic() + min(DIAL_S, left)
-        try:
-            with self._peers.call(self._peers.node(node), dial_until, left) as line:
-                return dict(line.ask({**request, "do": "view"}))
-        except Undelivered as error:
-            return {"error": str(error)}
 
     def _renew(self) -> None:
         if time.time() - self.view.read_at > FRESH_S:

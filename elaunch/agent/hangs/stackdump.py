@@ -41,14 +41,15 @@ _NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")
 _SCRIPT_API: Final = "/elaunch/training/"
 _SERVER: Final = "/elaunch/server/"
-_NEWEST: Final = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _TORCHS: Final = "/torch/distributed/distributed_c10d.py"
+_CONNECTING: Final = (
+    *("isend", "irecv", "barrier", "all_reduce", "broadcast", "reduce", "gather", "scatter"),
+    *("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single"),
+)
 _UNRECORDED: Final = {
     **{name: name for name in ("send", "recv", "recv_object_list", "monitored_barrier")},
-    **{name: name for name in ("isend", "irecv", "barrier", "all_reduce", "broadcast", "reduce")},
-    **{name: name for name in ("all_gather", "all_gather_into_tensor", "gather", "scatter")},
-    **{name: name for name in ("reduce_scatter", "reduce_scatter_tensor")},
-    **{name: name for name in ("all_to_all", "all_to_all_single")},
+    **{name: name for name in _CONNECTING},
     "_new_process_group_helper": "new_group",
     "_store_based_barrier": "new_group",
 }
@@ -218,8 +219,8 @@ def wait_in(dump: Dump, line_of: Callable[[str, int], str]) -> str:
 
     ``line_of`` returns a line of a source by file and number.
     """
-    frame = _NEWEST.fullmatch(dump.main[0]) if dump.main else None
-    if frame is None:
+    frame = _FRAME.fullmatch(f"  {dump.main[0]}") if dump.main else None
+    if frame is None or not frame["line"].isdigit():
         return ""
     if frame["file"].endswith(_TORCHS) and frame["name"] in _UNRECORDED:
         return _UNRECORDED[frame["name"]]

@@ -227,6 +227,19 @@ class Peers:
             connection.send_bytes(piece for piece in pieces if in_time(len(piece)))
             connection.answer()
 
+    def view(self, node_rank: int, request: Fields, until: float, dial_s: float) -> dict[str, Any]:
+        """Return what a node's agent answers to a view (elaunch.agent.status.views), or ``error``.
+
+        It has until ``until`` (monotonic) for it, and to be reached ``dial_s`` seconds of that.
+        """
+        try:
+            left = until - time.monotonic()
+            dial_until = time.monotonic() + min(left, dial_s)
+            with self.call(self.node(node_rank), dial_until, left) as line:
+                return line.ask({**request, "do": "view"})
+        except Undelivered as error:
+            return {"error": str(error)}
+
     # ── requests of others ───────────────────────────────────────────────────────────────────────
 
     def _admit(self, sock: socket.socket, caller: Caller) -> None:

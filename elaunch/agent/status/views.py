@@ -42,7 +42,7 @@ import msgspec
 from elaunch import env, proc
 from elaunch.agent.hangs import flame
 from elaunch.agent.hangs.watch import HangWatch
-from elaunch.agent.peers.messages import PeerConnection, Undelivered
+from elaunch.agent.peers.messages import PeerConnection
 from elaunch.checkpoint.storage import atonce
 from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
@@ -200,14 +200,7 @@ class NodeViews:
         """Return what a node answers; one that is frozen leaves time for those that come after."""
         if self._peers is None:
             return {"error": "its agent is not known"}
-        dial_s = min(LOGS_S, _patience(request) / 3)
-        try:
-            peer = self._peers.node(node)
-            left = until - time.monotonic()
-            with self._peers.call(peer, time.monotonic() + min(left, dial_s), left) as line:
-                return line.ask({**request, "do": "view"})
-        except Undelivered as error:
-            return {"error": str(error)}
+        return self._peers.view(node, request, until, min(LOGS_S, _patience(request) / 3))
 
     def _on_asked(self, _: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"ok": True, **self._own(request)}

@@ -120,18 +120,13 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
 
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.monitor.jobreader import JobReader, jobs_reader, no_job, run_ids
+    from elaunch.monitor.jobreader import JobReader, jobs_reader
     from elaunch.monitor.watch import pause
 
-    rendezvous, run_id = places.resolve(line)
-    if run_id is None:
-        ids = run_ids(rendezvous)
-        if len(ids) > 1:
-            return jobs_reader(rendezvous, ids), pause
-        if not ids:
-            raise no_job(rendezvous)
-        run_id = ids[0]
-    reader = stack.enter_context(closing(JobReader(rendezvous, run_id)))
+    rendezvous, ids = places.jobs(line)
+    if len(ids) > 1:
+        return jobs_reader(rendezvous, ids), pause
+    reader = stack.enter_context(closing(JobReader(rendezvous, ids[0])))
     return reader.read, reader.wait
 
 
