@@ -10,8 +10,8 @@ join_timeout        join_timeout; static, etcd: or timeout     600 s; static: 90
 connect_timeout     as join_timeout: the host may come last
 settle              settle, last_call_timeout                  2 s
 debounce            debounce                                   0.5 s
-heartbeat_timeout   heartbeat_timeout, heartbeat; or           3 s
-                    keep_alive_interval (5 s) times
+heartbeat_timeout   heartbeat_timeout, heartbeat; or           3 s; 6 s for more than 128
+                    keep_alive_interval (5 s) times            nodes (MAX of --nnodes)
                     keep_alive_max_attempt (3)
 store_timeout       store_timeout                              30 s
 read_timeout        read_timeout                               60 s, at most store_timeout
@@ -59,6 +59,9 @@ _T = TypeVar("_T")
 _CONF = "rdzv-conf"
 _SAFER = f"set the variable {ETCD_PASSWORD}, or give password_file=PATH"
 _ETCD_SHORTEST_LEASE = 2.0
+MANY_NODES = 128
+"""With more nodes than that a silent one is given twice as long: of so many one is the likelier to
+pause only, and the store has a third of the heartbeats to bear."""
 _COMMON_KEYS = frozenset(
     "join_timeout settle debounce heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
     "store_timeout read_timeout secret_file".split()
@@ -242,9 +245,14 @@ def _settings(
     )
 
 
+def default_heartbeat(most: int) -> float:
+    """Return the ``heartbeat_timeout`` of a job of at most so many nodes."""
+    return RendezvousSettings.heartbeat_timeout * (2 if most > MANY_NODES else 1)
+
+
 def _heartbeat_timeout(answers: Answers, shortest: float) -> float:
     conf = answers[_CONF]
-    found = rdzvconf.seconds(conf, "heartbeat_timeout", RendezvousSettings.heartbeat_timeout)
+    found = rdzvconf.seconds(conf, "heartbeat_timeout", default_heartbeat(answers["nnodes"][1]))
     key = "heartbeat_timeout"
     if key not in conf and {"keep_alive_interval", "keep_alive_max_attempt"} & set(conf):
         key = "keep_alive_interval times keep_alive_max_attempt"

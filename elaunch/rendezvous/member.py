@@ -63,13 +63,26 @@ from elaunch.rendezvous.waiting import Hopeless, Waiting, Writes, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
-"""Renewals in the lifetime of an entry; the fence falls one of them before its end."""
+"""Most renewals in the lifetime of an entry; the fence falls such a part before its end."""
+NO_LEADER = 2.0
+"""Seconds that an etcd takes to elect a leader, in which no renewal is answered."""
 RETRY_FIRST, RETRY_MOST = 0.05, 0.25
 REFUSING = 5.0
 """Seconds in which an agent has to find one plan that it can read: another process may have written
 others, which the coordinator's next one replaces."""
 
 log = logging.getLogger("elaunch")
+
+
+def renewal_period(ttl: float, hosted: bool) -> float:
+    """Return the seconds between two renewals of an entry that lives ``ttl`` seconds without one.
+
+    It is a sixth of them: a TCPStore that is ``hosted`` anew begins a round after a third, and all
+    agents are to have found it by then. With etcd it is up to a fourth, where the fence then still
+    outlasts the election of a leader, so that long-lived entries cost the store less.
+    """
+    sixth = ttl / RENEWALS
+    return sixth if hosted else max(sixth, min(ttl / 4, ttl * FENCE - NO_LEADER))
 
 
 class MemberState:
@@ -354,7 +367,7 @@ class MemberState:
     def _keep(self, sent: float) -> list[Effect]:
         self._fence = sent + self._ttl * FENCE
         self._hold = self._ttl / RENEWALS
-        self._renew_at = sent + self._ttl / RENEWALS
+        self._renew_at = sent + renewal_period(self._ttl, self._hosted)
         return [Fence(self._fence, self._hold)]
 
     def _unanswered(self, task: Task, now: float, problem: StoreError) -> list[Effect]:

@@ -19,7 +19,7 @@ earliest (elaunch.rendezvous.member); that is over when "go" is said.
 
 The whole crowd shares the machine's few cores: each figure is a sum over agents that a cluster does
 at the same time. With 1,024 agents and more the burst takes an agent longer than it may be silent,
-so these rounds are formed with longer heartbeat timeouts; traffic is counted with the usual 3 s.
+so these rounds are formed with longer heartbeat timeouts; traffic is counted with the default one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from cluster_places import place
 from figures import Sample
 from job import JobError
 
+from elaunch.config.rendezvous import default_heartbeat
+
 FORM_LIMITS = {
     32: {C10D: 0.1, ETCD: 0.3},
     256: {C10D: 0.3, ETCD: 0.8},
@@ -46,10 +48,9 @@ FORM_LIMITS = {
     4096: {C10D: 8.0},
 }
 TOLD_LIMITS = {1024: dict.fromkeys(OURS, 0.3)}
-TRAFFIC_LIMIT = 200.0
+TRAFFIC_LIMIT = 120.0
 
-HEARTBEAT_TIMEOUT = 3.0
-HEARTBEAT_TIMEOUTS = {256: HEARTBEAT_TIMEOUT, 1024: 30.0, sys.maxsize: 90.0}
+HEARTBEAT_TIMEOUTS = {256: 3.0, 1024: 30.0, sys.maxsize: 90.0}
 """That of the agents of a round: the most agents → seconds."""
 NEVER_SECONDS = 60.0
 """After this a round that has not formed is given up."""
@@ -139,7 +140,7 @@ def _told(people: Crowd) -> Sample:
 def _traffic(size: int, trial: Trial) -> Mapping[str, Sample]:
     """Count what agents cost that wait for one more to come: the same as while workers run."""
     size = min(size, TRAFFIC_ETCD_MOST) if trial.column == ETCD else size
-    window, one_more = trial.options.traffic_window, (size + 1, HEARTBEAT_TIMEOUT)
+    window, one_more = trial.options.traffic_window, (size + 1, default_heartbeat(size))
     with (
         place(trial.column, trial.root) as where,
         crowd(trial, where.endpoint, size, one_more) as people,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from elaunch.errors import StoreFull, StoreReplaced
 from elaunch.rendezvous import records
-from elaunch.rendezvous.decide.view import Rules
+from elaunch.rendezvous.decide.view import FENCE, Rules
 from elaunch.rendezvous.events import (
     CutOff,
     Enrol,
@@ -18,7 +20,7 @@ from elaunch.rendezvous.events import (
     Update,
 )
 from elaunch.rendezvous.events import MeetingFailed as Failed
-from elaunch.rendezvous.member import MemberState
+from elaunch.rendezvous.member import NO_LEADER, MemberState, renewal_period
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
 from elaunch.store.protocol import Post
 
@@ -142,6 +144,16 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     assert not isinstance(member.receive(post(4, Plan("new", -1)))[0], Failed)
     member.receive(post(5, Plan("new", 5, "running")))
     assert isinstance(member.receive(post(9, Plan("third", 0)))[0], Failed)
+
+
+@pytest.mark.parametrize(
+    ("ttl", "period"), [(2.0, 1 / 3), (3.0, 0.5), (4.0, 1.0), (6.0, 1.5), (90.0, 22.5)]
+)
+def test_an_entry_is_renewed_in_time(ttl: float, period: float) -> None:
+    """From 3 s on, one that waits for the election of a leader is answered before the fence."""
+    assert renewal_period(ttl, hosted=False) == pytest.approx(period)
+    assert renewal_period(ttl, hosted=True) == ttl / 6
+    assert ttl < 3.0 or period + NO_LEADER <= FENCE * ttl + 1e-9
 
 
 def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:
