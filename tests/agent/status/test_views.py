@@ -192,7 +192,7 @@ def test_frozen_nodes_leave_time_for_the_others(
 ) -> None:
     """Whose handshake the kernel begins and no agent ends; what was not asked says so."""
     monkeypatch.setattr(views, "AT_ONCE", 1)
-    monkeypatch.setitem(views._PATIENCE, "workers", 0.9)
+    monkeypatch.setitem(views._PATIENCE, "workers", 3.0)
     for number in (0, 3, 5):
         monkeypatch.setitem(RECORDS, number, {"round": 0, "workers": []})
     with (
