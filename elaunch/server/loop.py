@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from elaunch import env, proc
@@ -139,8 +140,9 @@ class Server:
         elif fd in self._timers.files:
             self._timers.read()
         elif fd in self._later.files:
-            self._later.adopt()
+            self._later.adopt(partial(self._serve_meanwhile, None))
             gc.freeze()
+            return self._handle_kept()
         else:
             self._stores.receive(fd)
         return None
@@ -235,6 +237,10 @@ class Server:
         if warmed is not None:
             seconds = time.monotonic() - began
             self._send({"op": "warmed", "seconds": seconds, **warmed._asdict()})
+        return self._handle_kept()
+
+    def _handle_kept(self) -> Job | None:
+        """Do what came during an import; returns a job in the worker that was forked for it."""
         while self._kept:
             job = self._handle(*self._kept.pop(0))
             if job is not None:

@@ -357,11 +357,19 @@ class Later:
             self._finding = processes.ForkedCall(partial(_quietly, compiling.find_out))
         return Warmed(problem, compiles=compiles)
 
-    def adopt(self) -> None:
-        """Adopt what the fork of :attr:`files` has found out."""
+    def adopt(self, meanwhile: Callable[[], None]) -> None:
+        """Adopt what the fork of :attr:`files` has found out, and import what it has imported.
+
+        ``meanwhile`` is called again and again while it goes on.
+        """
         asked, self._finding = self._finding, None
-        if asked is not None:
-            compiling.adopt(asked.answer() or {})
+        found = None if asked is None else asked.answer()
+        if found is not None:
+            compiling.adopt(found)
+            preload(found.get("modules", ()), self._path, meanwhile, tried=True)
+            compiling.fill_tables(meanwhile)
+        elif asked is not None and self._stopped:  # with its round; the next one has it asked again
+            self._modules += compiling.MODULES
 
     def close_in_fork(self) -> None:
         """Close, in a process that was forked from the server, what belongs to that alone."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from elaunch import proc
 from tests.launching import Launcher
 from tests.programs import needed
 
@@ -55,6 +57,42 @@ def test_a_restarted_worker_compiles_nothing_again(elaunch: Launcher, tmp_path: 
     assert all("ahead=False" in line and "went=1" in line for line in first)
     assert any("hits=(0, 1)" in line for line in first)  # the other one may have come later
     assert shown[2:] == ["1 ahead=True hits=(1, 0) went=0"] * 2
+
+
+STARTS = """
+import os, sys, time
+import torch
+number, started = os.environ["ELAUNCH_ROUND"], []
+def note(event, args):
+    if event == "subprocess.Popen" and "--version" not in args[1]:
+        started.append(os.path.basename(args[0]))
+sys.addaudithook(note)
+assert torch.compile(lambda x: (x.sin() + 1).sum(0))(torch.zeros(4, 8)).tolist() == [4.0] * 8
+print(number, f"server={os.getppid()}", *started, flush=True)
+while number == "0" and not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+sys.exit(7 if number == "0" else 0)
+"""
+
+
+def test_a_restarted_worker_starts_no_compiler(elaunch: Launcher, tmp_path: Path) -> None:
+    """Not even to ask whether its precompiled header is that of the headers as they are."""
+    needed("g++", "as", "ld", "openssl")
+    script, go = tmp_path / "compiles.py", tmp_path / "go"
+    script.write_text(STARTS)
+    variables = {"LOGLEVEL": "INFO", "TMPDIR": str(tmp_path)}  # with an empty cache, and no header
+    running = elaunch.start(["run", "--max-restarts=1", script, go], env=variables)
+    running.wait_for_line(r"the server has imported the later modules", 100, "stderr")
+    first = running.wait_for_line(r"^0 server=(\d+) (.+)", 200)
+    others = {"worker", "store host"}
+    until = time.monotonic() + 100
+    while len(proc.children(int(first[1]))) > len(others) and time.monotonic() < until:
+        time.sleep(0.05)
+    go.touch()
+    done = running.wait(100)
+    assert done.returncode == 0, done.stderr
+    assert "openssl" in first[2].split()
+    assert re.search(r"^1 server=\d+$", done.stdout, re.M), done.stdout
 
 
 KILLED = """

@@ -8,6 +8,9 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -169,3 +172,98 @@ def test_a_torch_for_devices_is_tried_in_a_fork(monkeypatch: pytest.MonkeyPatch,
     vars(version).update({"cuda": None, "hip": None} | ({kind: "12.8"} if kind else {}))
     monkeypatch.setitem(sys.modules, "torch.version", version)
     assert compiling.may_open_devices() is bool(kind)
+
+
+def test_the_header_that_a_fork_has_asked_for_is_not_asked_for_again(
+    torchs: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless it is missing, or another one is meant; and the fork makes none."""
+    codecache, torch = sys.modules[compiling._KEY[0]], types.ModuleType("torch")
+    asked, made = tmp_path / "asked", tmp_path / "x.h"
+
+    def ask(header: str, command: str, **options: object) -> str:
+        vars(codecache)["_worker_compile_cpp"]("lock", (options["isa"],))
+        with asked.open("a") as file:
+            file.write(f"{header} {command}\n")
+        return str(made)
+
+    def compile_there(_: object) -> object:
+        def call(*_: object) -> None:
+            sys.modules["torch.imported"] = types.ModuleType("torch.imported")
+            sys.modules["torch.imported"].__spec__ = ModuleSpec("torch.imported", None)
+            sys.modules["torch.made_up"] = types.ModuleType("torch.made_up")
+            vars(codecache)["_precompile_header"]("prefix.h", "g++ -O3", isa=object())
+
+        return call
+
+    vars(codecache).update(
+        _precompile_header=ask, _worker_compile_cpp=lambda *_: made.with_suffix(".h.gch").touch()
+    )
+    config = types.ModuleType(compiling._CONFIG)
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    vars(torch).update(compile=compile_there, zeros=abs)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    found = processes.call_in_fork(compiling.find_out)
+    assert found["modules"] == ["torch.imported"]
+    assert asked.read_text() == "prefix.h g++ -O3\n" and not made.with_suffix(".h.gch").exists()
+    compiling.adopt(found)
+    again = vars(codecache)["_precompile_header"]
+    for header, command in (("prefix.h", "g++ -O3"), ("prefix.h", "g++ -O3"), ("prefix.h", "g++")):
+        assert again(header, command, isa=object()) == str(made)
+    assert asked.read_text().splitlines()[1:] == ["prefix.h g++ -O3", "prefix.h g++"]
+
+
+@pytest.mark.parametrize("variable", ["TORCH_TRACE", "TORCH_LOGS_OUT", "TORCHDYNAMO_VERBOSE"])
+def test_nothing_is_compiled_where_a_person_would_see_it(
+    torchs: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Nor does the fork end by a compilation that fails."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # without a compile
+    assert compiling.find_out().keys() == {"key", "builds"}
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(compiling, "_begin_to_compile", lambda: {"headers": {}})
+    assert compiling.find_out().keys() == {"key", "builds"}
+
+
+def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the files of torch's layers, where torch has such a table."""
+    torch, names = types.ModuleType("torch"), types.ModuleType(compiling._NAMES[0])
+    made: list[object] = []
+    for part, function in (
+        ("compiler", "list_backends"),
+        ("overrides", "get_overridable_functions"),
+    ):
+        entry = partial(made.append, function)
+        vars(torch)[part] = types.SimpleNamespace(**{function: entry})
+    vars(names)[compiling._NAMES[1]] = lambda path, line: made.append((path, line))
+    for name in [name for name in sys.modules if name.startswith("torch.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("torch.nn.functional", "torch.nn.modules.x", "torch.nn.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name])["__file__"] = f"{name}.py"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, names.__name__, names)
+    calls: list[int] = []
+    compiling.fill_tables(lambda: calls.append(len(made)))
+    files = [("torch.nn.functional.py", 1), ("torch.nn.modules.x.py", 1)]
+    assert made == ["list_backends", "get_overridable_functions", *files]
+    assert calls == [0, 1, 2, 3]
+    monkeypatch.delitem(sys.modules, names.__name__)
+    compiling.fill_tables(lambda: None)
+    assert made[4:] == ["list_backends", "get_overridable_functions"]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_fork_that_ended_with_its_round_is_asked_again(stopped: bool) -> None:
+    """By the next round; one that ended by itself is not."""
+    later = Later()
+    later.plan([DYNAMO], None, 600.0)
+    later._modules.clear()  # imported
+    later._finding = processes.ForkedCall(lambda: os._exit(1))
+    if stopped:
+        later.note_stop()
+    later.adopt(lambda: None)
+    assert later.files == [] and later.due == float("inf")
+    later.note_start(os.getpid(), {})
+    assert (later.due < float("inf")) is stopped
+    assert later._modules == (list(compiling.MODULES) if stopped else [])
