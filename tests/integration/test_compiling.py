@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -107,8 +108,9 @@ def kill_while_it_is_written():
 if number == "0":
     (cache / "own").mkdir()
     linker = cache / "own" / "ld"  # writes nothing for a while once the file is there
-    touch = 'for word; do [ "$last" = -o ] && : > "$word"; last=$word; done'
-    linker.write_text(f"#!/bin/sh\\n{touch}\\nsleep 60\\n")
+    find = 'for word; do [ "$last" = -o ] && made=$word; last=$word; done'
+    choose = 'case "$made" in *.main.so) : > "$made"; sleep 60; esac'
+    linker.write_text(f"#!/bin/sh\\n{find}\\n{choose}\\nexec {sys.argv[1]} \\"$@\\"\\n")
     linker.chmod(0o755)
     os.environ["COMPILER_PATH"] = str(linker.parent)
     threading.Thread(target=kill_while_it_is_written, daemon=True).start()
@@ -127,7 +129,9 @@ def test_a_worker_killed_while_its_linker_writes(elaunch: Launcher, tmp_path: Pa
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     (tmp_path / "cache").mkdir()
-    done = elaunch.start(["run", "--max-restarts=1", script], env=variables).wait()
+    done = elaunch.start(
+        ["run", "--max-restarts=1", script, str(which("ld"))], env=variables
+    ).wait()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"1 {[4.0] * 8}"]
     assert ".main.so: its compiler was killed before it was whole" in done.stderr
