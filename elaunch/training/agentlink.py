@@ -30,9 +30,10 @@ class AgentLink:
     """A connection to this node's agent, from :meth:`start` to :meth:`close`; ``name``: the run's.
 
     ``on_notice``, to be set before start, is called with (reason, kind, grace, stated) in the
-    link's thread when the agent asks for the job's end; it must return at once. All methods may be
-    called from any thread, and raise nothing but :meth:`ask`; they block only if the agent is
-    frozen, and then for a few seconds. ``problem`` is why there is no agent any more, or "";
+    link's thread when the agent asks for the job's end; it must return at once, as ``on_over``,
+    which gets what the agent sends when a save is over. All methods may be called from any thread,
+    and raise nothing but :meth:`ask` and :meth:`post`; they block only if the agent is frozen, and
+    then for a few seconds. ``problem`` is why there is no agent any more, or "";
     ``refusal`` is the agent's own reason, where it has refused this worker.
     """
 
@@ -40,6 +41,7 @@ class AgentLink:
         self, socket_path: Path, page: ProgressPage, placement: Placement, name: str | None = None
     ) -> None:
         self.on_notice: Callable[[str, worker.Kind, float | None, bool], None] | None = None
+        self.on_over: Callable[[Message], None] = lambda _: None
         self._path = socket_path
         self._page = page
         self._first: Message = {
@@ -92,14 +94,25 @@ class AgentLink:
         Raises TimeoutError if there is none within ``seconds``, and another OSError if the agent is
         gone, or this process was forked from the worker.
         """
-        requester = self._requester
-        if requester is None or self._ended or os.getpid() != self._pid:
-            raise ConnectionError(self.problem or "the context is closed")
+        requester = self._connected()
         try:
             return requester.ask({"op": op, **fields}, seconds)
         except ConnectionError:
             self._thread.join(JOIN_S)  # it reads why the agent has hung up
             raise
+
+    def post(self, op: str, seconds: float, **fields: object) -> None:
+        """Send a request that the agent does not answer; raises as :meth:`ask`.
+
+        The agent reads it even if this process ends at once.
+        """
+        self._connected().post({"op": op, **fields}, seconds)
+
+    def _connected(self) -> Requester:
+        requester = self._requester
+        if requester is None or self._ended or os.getpid() != self._pid:
+            raise ConnectionError(self.problem or "the context is closed")
+        return requester
 
     def close(self) -> None:
         """Detach and end the thread; in a forked process it does nothing."""
@@ -146,6 +159,8 @@ class AgentLink:
                 worker.seconds_of(message.get("grace")),
                 message.get("stated") is True,
             )
+        elif message.get("op") == "over":
+            self.on_over(message)
 
     def _give_up(self, why: str, problem: str = "") -> None:
         if self._ended:

@@ -8,7 +8,7 @@ field      is
 ``op``     what is asked for, or reported
 ``fds``    how many descriptors belong to the message; left out where there are none. They are sent
            with its first byte, and no process that is started here inherits them
-``n``      the number of a request, if it is to be answered; its answer has the same
+``n``      the number of a request; its answer has the same. 0: it is not answered
 ``error``  in an answer: why the request came to nothing
 =========  =====================================================================================
 
@@ -261,6 +261,10 @@ class Requester:
             return call.answer
         raise ConnectionError("it has hung up") if came else TimeoutError("no answer has come")
 
+    def post(self, request: Mapping[str, object], seconds: float) -> None:
+        """Send a request that is not answered; raises what :meth:`LocalChannel.send` does."""
+        self._channel.send({**request, "n": 0}, (), seconds)
+
     def read(self, take: Callable[[Message], object]) -> None:
         """Read until the other end closes: answers for those who have asked, all else to ``take``.
 
@@ -323,9 +327,16 @@ class Requests:
         A process that is gone, or does not read its answers, has nothing of it; what else it has
         asked is still to be done.
         """
+        if request["n"] == 0:
+            return
         answer = {"n": request["n"], "ok": "error" not in fields, **fields}
         with contextlib.suppress(OSError):
             self._channel.send(answer, files, TAKEN_S)
+
+    def post(self, message: Mapping[str, object]) -> None:
+        """Send the process what it has not asked for; one that does not take it goes without."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message, (), TAKEN_S)
 
     def hang_up(self) -> None:
         """End the stream; the requests that have come stay."""

@@ -5,7 +5,7 @@ The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays (elaunch.wire.local).
 From the worker:
 
 ==========================================================  =====================================
-``{"op": "worker", "wire": 3, "round": r,                   first message, with the descriptor of
+``{"op": "worker", "wire": 4, "round": r,                   first message, with the descriptor of
 "local_rank": k}``                                          its progress page
                                                             (elaunch.wire.progress); with
                                                             ``"name"`` the run gets that name
@@ -35,8 +35,8 @@ From the agent:
 goes on without delay). ``wire`` is the version of these messages and of those about checkpoints: an
 agent refuses a worker of another one.
 
-The requests about checkpoints, which the agent writes, are numbered: one answer for each, in order;
-``n``, the number, is left out here. From the worker:
+The requests about checkpoints, which the agent writes, are numbered: one answer for each, in order,
+but for those with the number 0; ``n``, the number, is left out here. From the worker:
 
 =============================================  ====================================================
 ``{"op": "checkpoint", "round": r, "rank": g,  first request; ``d``: the directory or URL of the
@@ -44,15 +44,17 @@ The requests about checkpoints, which the agent writes, are numbered: one answer
 ``{"op": "resumed", "uuid": u}``               may come before that: which shards of the save that
                                                the round resumes from are in this agent's memory
 ``{"op": "begin", "wait": b, "timeout": t}``   waits for the save in flight
-``{"op": "memory", "size": s}``                wants at least ``s`` bytes; the answer brings the
+``{"op": "memory", "size": s, "begun": b}``    wants at least ``s`` bytes; the answer brings the
                                                memory's descriptor. It belongs to the agent: it
-                                               outlives the worker, however that ends. After
-                                               ``begin``, when all ranks have begun: is about to
-                                               overwrite it, so what is there is recalled no more
-``{"op": "staged", "shard": {…}}``             the memory holds this rank's shard, a
-                                               :class:`StagedShard`. From here it is the agent's,
-                                               also where the worker is killed before it reads the
-                                               answer
+                                               outlives the worker, however that ends. ``begun``:
+                                               all ranks have begun, and it is about to be
+                                               overwritten, so what is there is recalled no more;
+                                               not answered where it is mapped already
+``{"op": "staged", "shard": {…},               the memory (an inode) holds this rank's shard, a
+"memory": i}``                                 :class:`StagedShard`. From here it is the agent's,
+                                               also where the worker is killed at once. Not
+                                               answered: a shard that is refused is as one that
+                                               cannot be written
 ``{"op": "abandon", "stage": {…} | null}``     nothing is staged after the last ``begin``; with a
                                                stage: no shard of that checkpoint counts
 ``{"op": "wait", "timeout": t}``               answered when nothing is in flight any more
@@ -71,8 +73,8 @@ From the agent:
 ``… "size": s``                                to ``memory``: how large the descriptor beside it is
 ``… "shards": [{…}]``                          to ``resumed``: a :class:`StagedShard` each
 ``… "begun": b``                               to ``begin``: false if a save is in flight
-``… "committed": {…} | null``                  to ``wait``, ``begin`` and ``staged``: the last
-                                               checkpoint that this connection's saves have become
+``… "committed": {…} | null``                  to ``wait`` and ``begin``: the last checkpoint that
+                                               this connection's saves have become
 ``… "replicated": u``                          to the same, and to a ``wait`` that was too long: the
                                                uuid of the last save whose shard of this rank
                                                another node has in its memory, too, or ""
@@ -81,6 +83,9 @@ From the agent:
                                                nothing; sent once. ``kind`` "timeout": the wait was
                                                too long; "request": the agent cannot make sense of
                                                it; "refused": it does not serve this worker
+``{"op": "over", "uuid": u,                    unasked: the save that was staged last, ``u``, is
+"committed": …, "replicated": …}``             over, and well, so nothing need be waited for. Not
+                                               sent where something came to nothing
 =============================================  ====================================================
 
 A shard is written in the background, with the file names and the manifest of
@@ -103,7 +108,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["stop", "resize"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-WIRE: Final = 3
+WIRE: Final = 4
 MOST_SECONDS: Final = 1e9
 
 

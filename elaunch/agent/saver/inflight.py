@@ -229,6 +229,12 @@ class SavesInFlight:
                 found.append(save)
         return found
 
+    def is_idle(self, rank: int) -> bool:
+        """Whether no save of ``rank`` is in flight and none has failed unnoticed; with the lock."""
+        own, saves = self._ranks.get(rank), self.by_stage.values()
+        open_ = any(s.busy or (not s.done and (rank in s.shards or s.adopted)) for s in saves)
+        return own is not None and not own.unreported and not open_
+
     def _raise_unreported(self, rank: int) -> None:
         own = self._ranks.get(rank)
         if own is None:

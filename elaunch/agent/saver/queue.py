@@ -67,6 +67,8 @@ class SaveQueue:
         self._changed = self._saves.changed
         self.join = self._saves.join
         self.last = self._saves.last
+        self.on_over: Callable[[Stage], object] = lambda _: None
+        """Called for a save that is over here, and well, by the thread that did its last work."""
         self.record = self._saves.record
 
     # ── requests of a rank ───────────────────────────────────────────────────────────────────────
@@ -85,9 +87,8 @@ class SaveQueue:
     def stage(self, shard: StagedShard, memory: memoryview) -> Callable[[], None]:
         """Take the shard in ``memory``, which nobody changes meanwhile; return what starts a write.
 
-        The caller calls that, which returns at once, after it has answered the rank: the answer
-        does not wait for threads to start. If the save has come to nothing already, the rank's next
-        call raises that.
+        The caller calls that, which returns at once. If the save has come to nothing already, the
+        rank's next call raises that.
         """
         rank, copied, saves = shard.header.rank, shard.header.copied, self._saves
         with self._changed:
@@ -119,6 +120,14 @@ class SaveQueue:
         saves = self._saves
         for save in saves.give_up(rank) if stage is None else saves.call_off(rank, stage):
             _start(f"checkpoint {save.stage.step} end", self._end, save)
+
+    def refuse(self, shard: StagedShard, problem: str) -> None:
+        """Have a save come to nothing: a shard that was staged is not taken."""
+        with self._changed:
+            save = self._saves.save(shard.stage, shard.header.world_size)
+            self._saves.drop(save, f"rank {shard.header.rank}: {problem}")
+        start("refused shard", self._rules.failed, shard, problem)
+        _start(f"checkpoint {shard.stage.step} end", self._clear, save)
 
     def leave(self, rank: int) -> None:
         """Note that ``rank`` has ended: no shard of it will be staged."""
@@ -226,6 +235,12 @@ class SaveQueue:
             save = self._saves.by_stage.get(stage.name)
             return save is not None and (save.committed is not None or bool(save.problem))
 
+    def is_well(self, rank: int, stage: Stage) -> bool:
+        """Whether a save came to its end here, and ``rank`` has nothing to wait for or to raise."""
+        with self._changed:
+            save = self._saves.by_stage.get(stage.name)
+            return save is not None and not save.problem and self._saves.is_idle(rank)
+
     def is_busy(self, uuids: Collection[str]) -> bool:
         """Whether threads of this process work on one of these saves."""
         with self._changed:
@@ -299,6 +314,7 @@ class SaveQueue:
             self._commit(save)
         else:
             self._clear(save)
+            self.on_over(save.stage)
 
     def _awaited(self, save: Save) -> bool:
         """Whether an own rank has yet to stage its shard."""
@@ -360,6 +376,7 @@ class SaveQueue:
             self._saves.drop(save, problem)
             self._changed.notify_all()
         if done is not None:
+            self.on_over(save.stage)
             self._rules.committed(first, done)
         else:
             self._clear(save)

@@ -36,7 +36,8 @@ from elaunch.wire.worker import shard_from_json
 if TYPE_CHECKING:
     from elaunch.agent.peers.messages import PeerConnection
     from elaunch.agent.peers.peers import Fields, Peers
-    from elaunch.agent.saver.service import SaverConnection, SaverService
+    from elaunch.agent.saver.connection import SaverConnection
+    from elaunch.agent.saver.service import SaverService
     from elaunch.wire.worker import StagedShard
 
 LAST_WAIT_S: Final = 10.0
@@ -212,16 +213,20 @@ class AgentSaver:
 
     def _admit(self, requests: Requests, request: Message) -> SaverConnection | None:
         """Answer a worker's first request; return what serves it from then on, None if refused."""
+        from elaunch.agent.saver.connection import SaverConnection  # as the service
+        from elaunch.agent.saver.service import ServedWorker
+
         try:
             service, round_ = self._service_for(request)
             self._setup.post(events.SaverUsed(round_.round))
             rank, local_rank = int(request["rank"]), int(request["local_rank"])
-            connection = service.admit(requests, rank, local_rank, round_)
+            worker = ServedWorker(requests, rank, local_rank, round_.round)
+            service.admit(worker)
         except (ElaunchError, OSError, ImportError) as error:
             requests.answer(request, {"error": str(error), "kind": "refused"})
             return None
         requests.answer(request, {})
-        return connection
+        return SaverConnection(service, worker)
 
     def _service_for(self, request: Message) -> tuple[SaverService, Round]:
         """Return the service, made if it is not there yet, for a worker of the round that runs."""

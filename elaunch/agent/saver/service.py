@@ -3,7 +3,7 @@
 =================  ===============================================================================
 object             what it owns
 =================  ===============================================================================
-SaverConnection    one for each worker: its requests, and what it has begun
+ServedWorker       one for each worker, whose requests elaunch.agent.saver.connection answers
 CheckpointMemory   the memfds, within --checkpoint-memory
 Shards             what lies in them, and what other nodes have
 SaveQueue          the saves in flight, and the threads that write and commit
@@ -15,11 +15,12 @@ CommitRules        the fence, messages to other nodes, retention
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
@@ -34,13 +35,8 @@ from elaunch.checkpoint.storage.atonce import start, within
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards
-from elaunch.wire.local import Message, Requests
-from elaunch.wire.worker import (
-    StagedShard,
-    committed_from_json,
-    committed_to_json,
-    shard_from_json,
-)
+from elaunch.wire.local import Requests
+from elaunch.wire.worker import StagedShard, committed_to_json
 
 PUSH_S = 300.0
 """Seconds for another node to take a replica."""
@@ -52,7 +48,25 @@ MANIFESTS_S = 5.0
 
 log = logging.getLogger("elaunch")
 
-Answer = tuple[Mapping[str, Any], list[int]]
+
+@dataclass(eq=False)
+class ServedWorker:
+    """A worker of the round that uses the saver.
+
+    ``begun``: its memory is about to hold its next shard; ``newest``: the uuid of the save that it
+    has staged last.
+    """
+
+    requests: Requests
+    rank: int
+    local_rank: int
+    round: int
+    begun: bool = False
+    newest: str = ""
+
+    def close(self) -> None:
+        """Hang up; requests that were received are still done."""
+        self.requests.hang_up()
 
 
 class SaverService:
@@ -63,7 +77,7 @@ class SaverService:
         self._storage = open_storage(place, setup.settings.checkpoint_local)
         self._memory = CheckpointMemory(setup.settings.checkpoint_memory)
         self._changed = threading.Condition()
-        self._connections: dict[int, SaverConnection] = {}
+        self._connections: dict[int, ServedWorker] = {}
         self._reading: dict[tuple[str, int], Segment] = {}
         self._pushing: set[str] = set()
         self._replicated: dict[str, str] = {}  # segment → uuid of the save that a neighbour has
@@ -72,6 +86,7 @@ class SaverService:
         self.queue = SaveQueue(self._storage, self.rules)
         self._replicas = Replicas(self._storage, self.queue, self._memory)
         self.rules.on_commit = self._replicas.committed
+        self.queue.on_over = self._send_over
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
@@ -171,20 +186,15 @@ class SaverService:
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
-    def admit(
-        self, requests: Requests, rank: int, local_rank: int, round_: Round
-    ) -> SaverConnection:
-        """Serve a worker of ``round_``, in place of an earlier one with its rank.
+    def admit(self, connection: ServedWorker) -> None:
+        """Serve a worker of the round, in place of an earlier one with its rank.
 
         For rank 0 the directory is locked for this job; SaveError if another job has it.
         """
-        connection = SaverConnection(
-            self, requests, rank=rank, local_rank=local_rank, round_=round_.round
-        )
         with self._changed:
-            old = self._connections.get(rank)
-            self._connections[rank] = connection
-        self.queue.join(rank)
+            old = self._connections.get(connection.rank)
+            self._connections[connection.rank] = connection
+        self.queue.join(connection.rank)
         if old is not None:
             old.close()
         try:
@@ -192,15 +202,14 @@ class SaverService:
         except (CheckpointError, OSError):
             self.left(connection)
             raise
-        return connection
 
-    def _lock(self, connection: SaverConnection) -> None:
+    def _lock(self, connection: ServedWorker) -> None:
         alone = self._setup.settings.checkpoint_local and connection.local_rank == 0
         if connection.rank == 0 or alone:
             self._setup.finisher.lock(self._storage)
             self._setup.finisher.tidy(self._storage)
 
-    def left(self, connection: SaverConnection) -> None:
+    def left(self, connection: ServedWorker) -> None:
         """Note that a worker's connection has ended."""
         with self._changed:
             current = self._connections.get(connection.rank) is connection
@@ -210,7 +219,7 @@ class SaverService:
         if current:
             self.queue.leave(connection.rank)
 
-    def lend(self, connection: SaverConnection, size: int) -> Segment:
+    def lend(self, connection: ServedWorker, size: int) -> Segment:
         """Return the worker's segment, of ``size`` bytes or more."""
         self._check_round(connection)
         name = _name(connection)
@@ -232,7 +241,7 @@ class SaverService:
         shard = self.shards.in_segment(name)
         return shard is not None and shard.loads and not self.queue.is_over(shard.stage)
 
-    def begin_save(self, connection: SaverConnection, wait: bool, timeout: float | None) -> bool:
+    def begin_save(self, connection: ServedWorker, wait: bool, timeout: float | None) -> bool:
         """Wait for the save in flight."""
         self._check_round(connection)
         until = None if timeout is None else time.monotonic() + timeout
@@ -243,25 +252,55 @@ class SaverService:
             left = None if until is None else max(0.0, until - time.monotonic())
             return self._changed.wait_for(lambda: name not in self._pushing, left if wait else 0.0)
 
-    def take(self, connection: SaverConnection, shard: StagedShard) -> Callable[[], None]:
+    def take(self, connection: ServedWorker, shard: StagedShard, memory: int) -> Callable[[], None]:
         """Take over a shard, which is this agent's from here on, whatever becomes of its worker.
 
-        Returns what starts its write: see ``SaveQueue.stage``.
+        ``memory`` is the inode of where it lies. Returns what starts its write: see
+        ``SaveQueue.stage``.
         """
         self._check_round(connection)
         name = _name(connection)
         segment = self._memory.find(name)
         problem = _unfit(connection, shard, segment, self._setup.settings.run_id)
+        if segment is not None and os.fstat(segment.fd).st_ino != memory:
+            problem = "it lies in memory that the worker has no more"
         if problem or segment is None:
             who = f"rank {connection.rank}'s shard of {shard.stage.final}"
             raise SaveError(f"{who} is refused: {problem}")
-        connection.begun = False
+        connection.begun, connection.newest = False, shard.stage.uuid
         self.shards.keep(name, shard, segment)
         start = self._write(shard, segment)
         self._replicate(name, shard, segment)
         return start
 
-    def _check_round(self, connection: SaverConnection) -> None:
+    def refuse(self, connection: ServedWorker, shard: StagedShard, problem: str) -> None:
+        """Have a save come to nothing that this agent takes no shard of."""
+        connection.begun = False
+        now = self.rules.round
+        if now is None or shard.stage.round != now.round:
+            log.info("%s: %s", shard.stage.final, problem)  # nobody waits for it
+        else:
+            self.queue.refuse(shard, problem)
+
+    def _send_over(self, stage: Stage) -> None:
+        """Send the workers whose last save is over that it is: the next one need not ask."""
+        with self._changed:
+            connections = [
+                one
+                for one in self._connections.values()
+                if one.newest == stage.uuid and _name(one) not in self._pushing
+            ]
+        for connection in connections:
+            if self.queue.is_well(connection.rank, stage):
+                over = {"op": "over", "uuid": stage.uuid, **self.last(connection)}
+                connection.requests.post(over)
+
+    def last(self, connection: ServedWorker) -> dict[str, Any]:
+        """Return what has become of the worker's last save."""
+        committed = committed_to_json(self.queue.last(connection.rank))
+        return {"committed": committed, "replicated": self.replicated(connection)}
+
+    def _check_round(self, connection: ServedWorker) -> None:
         now = self.rules.round
         if now is None or connection.round != now.round:
             raise SaveError(
@@ -308,6 +347,7 @@ class SaverService:
                 with self._changed:
                     self._pushing.discard(name)
                     self._changed.notify_all()
+                self._send_over(shard.stage)
 
         self._memory.hold(segment)
         with self._changed:
@@ -315,7 +355,7 @@ class SaverService:
         thread_name = f"replica of rank {shard.header.rank}"
         start(thread_name, push)
 
-    def replicated(self, connection: SaverConnection) -> str:
+    def replicated(self, connection: ServedWorker) -> str:
         """Return the uuid of the worker's newest save whose shard a neighbour has, or ""."""
         return self._replicated.get(_name(connection), "")
 
@@ -358,118 +398,7 @@ class SaverService:
                 self._replicas.came(shard, segment)
 
 
-class SaverConnection:
-    """One worker that the saver serves, in the thread that answers its requests.
-
-    A request that was received is done, also where the worker has ended meanwhile.
-    """
-
-    def __init__(
-        self, service: SaverService, requests: Requests, *, rank: int, local_rank: int, round_: int
-    ) -> None:
-        self.rank = rank
-        self.local_rank = local_rank
-        self.round = round_
-        self.begun = False
-        self._after_answer: Callable[[], None] | None = None
-        self._service = service
-        self._requests = requests
-
-    def close(self) -> None:
-        """Hang up; requests that were received are still done."""
-        self._requests.hang_up()
-
-    def left(self) -> None:
-        """Note that no request comes any more."""
-        self._service.left(self)
-
-    def serve(self, request: Message) -> None:
-        """Do what is requested, and answer."""
-        files: Sequence[int] = ()
-        answer: Mapping[str, Any]
-        try:
-            answer, files = _SERVED[request["op"]](self, request)
-        except CheckpointError as error:
-            answer = {"error": str(error), "kind": "save"}
-        except TimeoutError as error:
-            replicated = self._service.replicated(self)
-            answer = {"error": str(error), "kind": "timeout", "replicated": replicated}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
-        after_answer, self._after_answer = self._after_answer, None
-        try:
-            self._requests.answer(request, answer, files)
-        finally:
-            if after_answer is not None:
-                after_answer()
-
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────
-
-    def memory(self, request: Mapping[str, Any]) -> Answer:
-        """Lend the worker its memory."""
-        segment = self._service.lend(self, int(request["size"]))
-        return {"size": segment.size}, [segment.fd]
-
-    def begin(self, request: Mapping[str, Any]) -> Answer:
-        """Have the worker wait for the save in flight, and begin the next."""
-        self.begun = self._service.begin_save(self, request["wait"] is True, request.get("timeout"))
-        return self._last({"begun": self.begun})
-
-    def staged(self, request: Mapping[str, Any]) -> Answer:
-        """Take over what the worker has left in its memory."""
-        self._after_answer = self._service.take(self, shard_from_json(request["shard"]))
-        return self._last({})
-
-    def abandon(self, request: Mapping[str, Any]) -> Answer:
-        """Note that the worker stages nothing of what it has begun."""
-        self.begun = False
-        stage = request.get("stage")
-        self._service.queue.abandon(self.rank, None if stage is None else Stage(**stage))
-        return {}, []
-
-    def wait(self, request: Mapping[str, Any]) -> Answer:
-        """Have the worker wait until its saves are on the disk."""
-        self._service.queue.wait(self.rank, request.get("timeout"))
-        return self._last({})
-
-    def fence(self, request: Mapping[str, Any]) -> Answer:
-        """Answer whether the worker's round is still the one."""
-        self._service.rules.check_round(int(request["round"]))
-        return {}, []
-
-    def committed(self, request: Mapping[str, Any]) -> Answer:
-        """Count a checkpoint that the ranks have written and committed without the agent."""
-        done = committed_from_json(request["committed"])
-        if done is not None:
-            self._service.queue.committed_by_rank(done, float(request["took"]))
-        return {}, []
-
-    def recall(self, request: Mapping[str, Any]) -> Answer:
-        """Send the worker the shards of a checkpoint that are in memory."""
-        wanted = (int(request["step"]), int(request["round"]), str(request["uuid"]))
-        ranks = [int(rank) for rank in request["ranks"]]
-        found = self._service.shards.find(wanted, ranks, float(request["timeout"]))
-        rows = [{"rank": rank, "files": files} for rank, (files, _) in found.items()]
-        return {"shards": rows}, [segment.fd for _, segment in found.values()]
-
-    def _last(self, fields: dict[str, Any]) -> Answer:
-        last, replicated = self._service.queue.last(self.rank), self._service.replicated(self)
-        return {**fields, "committed": committed_to_json(last), "replicated": replicated}, []
-
-
-_SERVED: Final[Mapping[str, Callable[[SaverConnection, Mapping[str, Any]], Answer]]] = {
-    "memory": SaverConnection.memory,
-    "begin": SaverConnection.begin,
-    "staged": SaverConnection.staged,
-    "abandon": SaverConnection.abandon,
-    "wait": SaverConnection.wait,
-    "fence": SaverConnection.fence,
-    "committed": SaverConnection.committed,
-    "recall": SaverConnection.recall,
-}
-
-
-def _name(connection: SaverConnection) -> str:
+def _name(connection: ServedWorker) -> str:
     return f"worker {connection.local_rank}"
 
 
@@ -478,7 +407,7 @@ def _worker_names(round_: Round | None) -> list[str]:
 
 
 def _unfit(
-    connection: SaverConnection, shard: StagedShard, segment: Segment | None, run_id: str
+    connection: ServedWorker, shard: StagedShard, segment: Segment | None, run_id: str
 ) -> str:
     """Return why a shard cannot be taken, or ""."""
     if not connection.begun:

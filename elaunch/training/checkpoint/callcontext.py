@@ -196,6 +196,7 @@ class SaveRequest:
         timeout: seconds that each wait for the other ranks may take; None: the context's.
         what: the call, for errors.
         size: bytes that this rank is about to write, as far as it knows; for errors.
+        choose: returns, on rank 0, the steps to the next save, which all ranks are to know.
     """
 
     step: int
@@ -204,6 +205,7 @@ class SaveRequest:
     timeout: float | None = None
     what: str = "save"
     size: int = 0
+    choose: Callable[[], int] | None = None
 
 
 def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None) -> SaveRequest:

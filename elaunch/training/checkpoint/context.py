@@ -16,9 +16,9 @@ pin, unpin, quarantine
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
@@ -292,11 +292,12 @@ class CheckpointContext:
             call, cache = self._session.together(timeout), self._cache()
             if every == "auto":
                 when_busy = "skip"
+                request = dataclasses.replace(request, choose=self._schedule.choose)
                 self._schedule.prepare(lambda: saves.reserve(call, cache, state, timeout))
-            begun = time.monotonic()
+            self._schedule.begin(step)
             made = saves.save(call, cache, state, request, block, when_busy)
             handle = made if isinstance(made, SaveHandle) else SaveHandle(step, made)
-            self._schedule.note(call, step, begun, skipped=handle.skipped)
+            self._schedule.note(call, handle)
             return made if every is None else handle
 
     @_in_section

@@ -139,6 +139,7 @@ class SaveHandle:
         self.skipped = committed is None
         self._committed = committed
         self._problem: SaveError | None = None
+        self._next_due: int | None = None
 
     def done(self) -> bool:
         """Return whether the save is over; any rank may ask, alone. It does not block.
@@ -177,8 +178,11 @@ class SaveInFlight(SaveHandle):
     The next save or ``wait()`` settles it, or :meth:`result`, whichever all ranks call first.
     """
 
-    def __init__(self, call: CallContext, saver: AgentSaverClient, stage: Stage) -> None:
+    def __init__(
+        self, call: CallContext, saver: AgentSaverClient, stage: Stage, next_due: int | None = None
+    ) -> None:
         super().__init__(stage.step)
+        self._next_due = next_due
         self.skipped = self.is_settled = False
         self._call = call
         self._saver = saver
@@ -268,7 +272,8 @@ class Schedule:
         self._costs: deque[float] = deque(maxlen=SAMPLES)
         self._failed: tuple[int, float] | None = None
         self._prepared = False
-        self._printed = 0.0
+        self._printed = self._now = 0.0
+        self._pace = 1.0
 
     def prepare(self, reserve: Callable[[], None]) -> None:
         """Have what only the first save needs done before it: it is not what a save costs."""
@@ -297,45 +302,54 @@ class Schedule:
             self._due = step + FIRST if every == "auto" else self._last + every
         return step >= self._due
 
-    def note(self, call: CallContext, step: int, begun: float, *, skipped: bool) -> None:
-        """Note a save, ``begun`` in monotonic seconds; by ``auto``, agree on the next one.
+    def begin(self, step: int) -> None:
+        """Note that a save begins, and what a step has taken since the last one."""
+        since, at = self._marked
+        self._now = time.monotonic()
+        self._pace = max(self._now - since, 1e-6) / max(1, step - at)
+
+    def choose(self) -> int:
+        """Return rank 0's choice of the steps to the next save; called at the end of a save."""
+        self._costs.append(time.monotonic() - self._now)
+        cost, failures = statistics.median(self._costs), expected_failure(*self._failures())
+        return max(1, math.ceil(seconds_between(cost, failures) / self._pace))
+
+    def note(self, call: CallContext, handle: SaveHandle) -> None:
+        """Note a save that has begun; by ``auto``, agree on the next one.
 
         ALL ranks call it together, after every save.
         """
+        step, now, chosen = handle.step, time.monotonic(), handle._next_due
         if self._every == "auto":
-            if call.rank == 0:
-                self._choose(step, begun, skipped)
-            self._steps = call.distributed.broadcast(self._steps)
+            if handle.skipped:  # the storage takes longer than the steps from one save to the next
+                chosen = max(1, math.ceil((now - self._begun) / 2 / self._pace))
+            elif chosen is None and call.rank == 0:
+                chosen = self.choose()
+            self._steps = handle._next_due or call.distributed.broadcast(chosen)
             self._due = step + self._steps
-        elif self._every is not None and not skipped:
+            if call.rank == 0 and not handle.skipped:
+                self._costs[-1] = now - self._now
+                self._print()
+        elif self._every is not None and not handle.skipped:
             self._due = step + self._every
-        if not skipped:
-            self._last = step
+        if not handle.skipped:
+            self._begun, self._last = self._now, step
         self._marked = (time.monotonic(), step)
 
-    def _choose(self, step: int, begun: float, skipped: bool) -> None:
-        """Choose the number of steps to the next save."""
-        since, at = self._marked
-        pace = max(begun - since, 1e-6) / max(1, step - at)
-        now = time.monotonic()
-        if skipped:  # the storage takes longer for a save than the steps from one to the next
-            self._steps = max(1, math.ceil((now - self._begun) / 2 / pace))
+    def _print(self) -> None:
+        """Print the choice, if it is another one."""
+        chosen = self._steps * self._pace
+        if self._printed / CHANGED <= chosen <= self._printed * CHANGED:
             return
-        self._begun = begun
-        self._costs.append(now - begun)
-        cost, (failures, seconds) = statistics.median(self._costs), self._failures()
-        chosen = seconds_between(cost, expected_failure(failures, seconds))
-        self._steps = max(1, math.ceil(chosen / pace))
-        if not self._printed / CHANGED <= chosen <= self._printed * CHANGED:
-            self._printed = chosen
-            print(
-                f"elaunch: saves every {text.count(self._steps, 'step')} "
-                f"({text.duration(self._steps * pace)}): a save stops the training for "
-                f"{1000 * cost:.1f} ms, and the job has failed {text.count(failures, 'time')} in "
-                f"{text.duration(seconds)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._printed, (failures, seconds) = chosen, self._failures()
+        print(
+            f"elaunch: saves every {text.count(self._steps, 'step')} "
+            f"({text.duration(chosen)}): a save stops the training for "
+            f"{1000 * statistics.median(self._costs):.1f} ms, and the job has failed "
+            f"{text.count(failures, 'time')} in {text.duration(seconds)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _failures(self) -> tuple[int, float]:
         """Return how often the job has failed, and in how many seconds."""

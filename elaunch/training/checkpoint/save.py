@@ -427,16 +427,17 @@ def _save_in_background(
     stage = collective.new_stage(call, request.step, offers[0].uuid)
     try:
         what = f"{collective.called(request, stage)}, copying"
-        with together(call.distributed, what, request.timeout):
+        with together(call.distributed, what, request.timeout) as step:
             memory = _memory(saver, cache, *filled)
             saver.staged(_copied(call, request, stage, filled, memory))
+            step.sent = request.choose() if request.choose and call.rank == 0 else None
     except CheckpointError:
         _give_up(call, stage)
         raise
     except CollectiveError:
         _give_up(call)  # if all have staged, it counts all the same
         raise
-    return cache.begin(SaveInFlight(call, saver, stage))
+    return cache.begin(SaveInFlight(call, saver, stage, step.received[0]))
 
 
 def _give_up(call: CallContext, stage: Stage | None = None) -> None:
@@ -455,16 +456,12 @@ def _memory(
     saver: AgentSaverClient, cache: SaveCache, content: shardfile.Content, metadata: bytes | None
 ) -> memoryview:
     """Return memory for a shard: its file, and ``.metadata`` behind it."""
-    size = _behind(content) + len(metadata or b"")
+    size = archives.aligned(content.size) + len(metadata or b"")
     cache.pinning.make_way(size)
     memory = saver.memory(max(size, 1)).cast("B")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         cache.pinning.pin(tensors.over(memory))
     return memory
-
-
-def _behind(content: shardfile.Content) -> int:
-    return archives.aligned(shardfile.size_of(content.plan.portion, content.lengths))
 
 
 def _copied(
@@ -475,10 +472,10 @@ def _copied(
     content, metadata = filled
     shardfile.fill(content, memory)
     files: list[tuple[str, tuple[tuple[int, int], ...]]] = []
-    if size := shardfile.size_of(content.plan.portion, content.lengths):
-        files.append((shardfile.data_file(call.rank), ((0, size),)))
+    if content.size:
+        files.append((shardfile.data_file(call.rank), ((0, content.size),)))
     if metadata is not None:
-        at = _behind(content)
+        at = archives.aligned(content.size)
         memory[at : at + len(metadata)] = metadata
         files.append((stored.FILE, ((at, len(metadata)),)))
     collective.flush(call)

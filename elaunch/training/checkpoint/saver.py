@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.env import AGENT_SOCKET
 from elaunch.errors import SaveError
 from elaunch.training.launch import Placement
-from elaunch.wire.local import Received, close_files
+from elaunch.wire.local import Message, Received, close_files
 from elaunch.wire.worker import (
     ANSWER_S,
     AT_ONCE,
@@ -114,7 +114,11 @@ class AgentSaverClient:
         self._asking = threading.Lock()
         self._pid = os.getpid()
         self._connected = False
-        self._begun = False
+        self._begun = self._is_quick = False
+        self._staged = ""
+        """The uuid of the save that this rank has staged last."""
+        self._over: Message = {}
+        """The agent's last message that a save is over."""
         self._view: memoryview | None = None
         self._inode = 0
         self.last: Committed | None = None
@@ -143,6 +147,7 @@ class AgentSaverClient:
             why = answer.get("error", "it gives no reason")
             raise SaveError(f"the agent writes no checkpoints for this worker: {why}")
         self._connected = True
+        self._link.on_over = self._note_over
 
     # ── what a script's calls need ───────────────────────────────────────────────────────────────
 
@@ -173,9 +178,16 @@ class AgentSaverClient:
         begun and this was called: then what it held can be recalled no more. Raises SaveError if
         the ranks of the node together would be over --checkpoint-memory.
         """
-        if not self._begun and self._view is not None and self._view.nbytes >= size:
+        if (
+            self._view is not None
+            and self._view.nbytes >= size
+            and (self._is_quick or not self._begun)
+        ):
+            if self._begun:
+                self._post("memory", size=size, begun=True)
             return self._view
-        answer, files = self._ask("memory", MEMORY_S + size / SLOWEST, size=size)
+        seconds = MEMORY_S + size / SLOWEST
+        answer, files = self._ask("memory", seconds, size=size, begun=self._begun)
         try:
             inode = os.fstat(files[0]).st_ino
             if self._view is None or inode != self._inode:
@@ -199,21 +211,28 @@ class AgentSaverClient:
         """Wait for the save in flight; True: this rank has nothing in flight any more.
 
         False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. Raises a
-        lost SaveError if the save before came to nothing.
+        lost SaveError if the save before came to nothing. The agent is not asked if it has reported
+        that this rank's last save is over.
         """
-        limit = _limit(timeout) if wait else ANSWER_S
-        answer, _ = self._ask("begin", limit, wait=wait, timeout=timeout)
+        answer, self._is_quick = (
+            self._over,
+            bool(self._staged) and self._over.get("uuid") == self._staged,
+        )
+        if not self._is_quick:
+            limit = _limit(timeout) if wait else ANSWER_S
+            answer, _ = self._ask("begin", limit, wait=wait, timeout=timeout)
         self.last = committed_from_json(answer["committed"])
-        self._begun = bool(answer["begun"])
+        self._begun = self._is_quick or bool(answer["begun"])
         return self._begun
 
     def staged(self, shard: StagedShard) -> None:
         """Stage what is in the memory; it is the agent's, even if this process ends at once.
 
-        Every rank of ``shard.stage`` has to stage its shard, or the save is discarded.
+        Every rank of ``shard.stage`` has to stage its shard, or the save is discarded. So it is if
+        the agent refuses a shard: the next call raises that.
         """
-        self._begun = False
-        self._ask("staged", ANSWER_S, shard=asdict(shard))
+        self._begun, self._staged = False, shard.stage.uuid
+        self._post("staged", shard=asdict(shard), memory=self._inode)
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
@@ -286,14 +305,30 @@ class AgentSaverClient:
             self._connected = False
             self._view = None
 
-    def _ask(self, op: str, seconds: float, **fields: object) -> Received:
-        """Make one request; SaveError if it is refused, or not answered within ``seconds``."""
+    def _note_over(self, message: Message) -> None:
+        """Note that a save is over; in the link's thread."""
+        self._over = message
+
+    def _post(self, op: str, **fields: object) -> None:
+        """Make a request that is not answered; SaveError if the agent cannot get it."""
+        self._check_connected()
+        with self._asking:
+            try:
+                self._link.post(op, ANSWER_S, **fields)
+            except OSError as error:
+                raise SaveError(_gone(error)) from error
+
+    def _check_connected(self) -> None:
         if os.getpid() != self._pid:
             raise SaveError(
                 "a process forked from the worker cannot save: the worker itself has to"
             )
         if not self._connected:
             raise SaveError("this node's agent is gone, or its saver was closed")
+
+    def _ask(self, op: str, seconds: float, **fields: object) -> Received:
+        """Make one request; SaveError if it is refused, or not answered within ``seconds``."""
+        self._check_connected()
         with self._asking:
             try:
                 answer, files = self._link.ask(op, seconds, **fields)

@@ -65,11 +65,11 @@ memory[4:8] = b"%04d" % rank
 part = ShardHeader(rank, 2, "digits", {"steps_completed": 10})
 handed = StagedShard(Stage(10, 0, "u"), part, ((f"part-{rank}", ((0, 8),)),))
 if when == "sent":
-    line = json.dumps({"op": "staged", "n": 99, "shard": asdict(handed)})
+    line = json.dumps({"op": "staged", "n": 0, "shard": asdict(handed), "memory": saver._inode})
     saver._link._channel._sock.send(line.encode() + b"\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "torn":
-    saver._link._channel._sock.send(b'{"op": "staged", "n": 99, "shard": {"sta')
+    saver._link._channel._sock.send(b'{"op": "staged", "n": 0, "shard": {"sta')
     os.kill(os.getpid(), signal.SIGKILL)
 saver.staged(handed)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -251,7 +251,7 @@ def test_what_was_begun_is_recalled_no_more(rig: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["staged", "sent"])
 def test_a_worker_that_is_killed_after_it_handed_over(rig: Rig, when: str) -> None:
-    """One that had not even read the answer: the part is the agent's; the next round has it."""
+    """It has no answer to wait for: the part is the agent's, and the next round has it."""
     rig.killed(0, when)
     rig.killed(1, when)
     assert rig.settle().lost == ()
@@ -319,22 +319,67 @@ def test_a_worker_of_a_round_that_is_over(rig: Rig) -> None:
 
 
 def test_a_part_that_cannot_be(rig: Rig) -> None:
-    """Not begun, of another rank, of another run, beyond the memory."""
+    """Not begun, of another rank, of another run, beyond the memory: the next call raises it."""
     worker = rig.worker(0)
-    with pytest.raises(SaveError, match="no save was begun"):
-        worker.staged(shard(10, 0))
-    assert worker.begin(True, LONG)
-    with pytest.raises(SaveError, match="no memory was asked for"):
-        worker.staged(shard(10, 0))
+
+    def refused(one: StagedShard, reason: str) -> None:
+        worker.staged(one)
+        for rank in (0, 1):  # the save is over for the others, too
+            with pytest.raises(SaveError, match=f"was not committed: .*{reason}") as raised:
+                (worker if rank == 0 else other).begin(True, LONG)
+            assert raised.value.lost
+        assert worker.begin(True, LONG)
+
+    other = rig.worker(1)
+    refused(shard(10, 0), "no save was begun")
+    refused(shard(11, 0), "no memory was asked for")
     worker.memory(8)
-    with pytest.raises(SaveError, match="it is of rank 1 and round 0"):
-        worker.staged(shard(10, 1))
-    with pytest.raises(SaveError, match="it lies beyond"):
-        worker.staged(shard(10, 0, size=1 << 30))
-    other = dataclasses.replace(shard(10, 0).header, run_id="other")
-    with pytest.raises(SaveError, match="it is of run other"):
-        worker.staged(dataclasses.replace(shard(10, 0), header=other))
+    refused(shard(12, 1), "it is of rank 1 and round 0")
+    refused(shard(13, 0, size=1 << 30), "it lies beyond")
+    header = dataclasses.replace(shard(14, 0).header, run_id="other")
+    refused(dataclasses.replace(shard(14, 0), header=header), "it is of run other")
+    worker._inode += 1
+    refused(shard(15, 0), "it lies in memory that the worker has no more")
     assert os.listdir(rig.place / ".stage") == []
+
+
+def test_a_save_that_is_known_to_be_over_costs_no_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has reported it; the memory's old content is recalled no more all the same."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    wait_until(lambda: all(worker._over for worker in workers), LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(AgentSaverClient, "_ask", lambda *_, **__: pytest.fail("it asks"))
+        save(workers, 20)
+        assert [done.last.step for done in workers if done.last is not None] == [10, 10]
+    assert workers[1].recall(10, 0, [0, 1], "", LONG) == {}
+    assert [worker.wait(LONG) is not None for worker in workers] == [True, True]
+    assert rig.names == ["step-00000010.r0", "step-00000020.r0"]
+
+
+def test_what_is_reported_of_an_older_save_counts_no_more(rig: Rig) -> None:
+    """Else memory that the agent is writing out would be overwritten."""
+    worker = rig.worker(0)
+    save([worker, rig.worker(1)], 10)
+    wait_until(lambda: bool(worker._over), LONG)
+    assert worker.begin(True, LONG)
+    worker.memory(8)
+    worker.staged(shard(20, 0))
+    assert not worker.begin(False), "rank 1 has not staged its shard"
+
+
+def test_a_request_that_is_none_and_not_answered(rig: Rig) -> None:
+    """The worker is dropped: nobody waits for the shard that it should have been."""
+    workers = [rig.worker(0), rig.worker(1)]
+    for worker in workers:
+        assert worker.begin(True, LONG)
+        worker.memory(8)
+    workers[0].staged(shard(10, 0))
+    workers[1]._post("staged", shard={"stage": 7}, memory=0)
+    with pytest.raises(SaveError, match="rank 1 ended before handing over a part"):
+        workers[0].wait(LONG)
 
 
 def test_what_the_saver_refuses(rig: Rig) -> None:
@@ -357,8 +402,7 @@ def test_a_part_that_cannot_be_handed_over(rig: Rig) -> None:
         assert worker.begin(True, LONG)
         worker.memory(8)
     workers[0].staged(shard(10, 0))
-    with pytest.raises(SaveError, match="it lies beyond"):
-        workers[1].staged(shard(10, 1, size=1 << 30))
+    workers[1].staged(shard(10, 1, size=1 << 30))
     for worker in workers:
         worker.abandon(shard(10, 0).stage)
     save(workers, 20)  # neither is told again of what it has taken back

@@ -19,9 +19,10 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver import commitrules, inflight, queue, service
+from elaunch.agent.saver import commitrules, inflight, queue
+from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.saver import AgentSaver
-from elaunch.agent.saver.service import SaverConnection, SaverService
+from elaunch.agent.saver.service import SaverService, ServedWorker
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.checkpoint.formats import own
@@ -597,23 +598,22 @@ def test_word_that_comes_before_any_worker(agents: list[Agent]) -> None:
 def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """No later answer is read as its rest, and what the worker has sent is still done."""
     monkeypatch.setattr(local, "TAKEN_S", 0.1)
-    monkeypatch.setattr(service, "committed_to_json", lambda _: "x" * (4 << 20))
     abandoned: list[int] = []
     serving: Any = SimpleNamespace(
         queue=SimpleNamespace(
             wait=lambda rank, timeout: None,
-            last=lambda rank: None,
             abandon=lambda rank, stage: abandoned.append(rank),
         ),
-        replicated=lambda connection: "",
+        last=lambda worker: {"committed": "x" * (4 << 20)},
     )
     ours, theirs = (LocalChannel(end) for end in socket.socketpair())
-    served = SaverConnection(serving, Requests(theirs), rank=3, local_rank=0, round_=0)
-    for number, op in enumerate(("wait", "abandon", "wait")):
+    worker = ServedWorker(Requests(theirs), 3, 0, 0)
+    served = SaverConnection(serving, worker)
+    for number, op in enumerate(("wait", "abandon", "wait"), 1):
         served.serve({"op": op, "n": number})
     assert abandoned == [3]
     assert ours.receive() is None  # no whole message has come
-    served.close()
+    worker.close()
     theirs.close()
     ours.close()
 

@@ -13,7 +13,13 @@ from elaunch.errors import ContextError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir
 from elaunch.training.checkpoint.callcontext import SaveRequest
-from elaunch.training.checkpoint.handle import FIRST, Schedule, expected_failure, seconds_between
+from elaunch.training.checkpoint.handle import (
+    FIRST,
+    SaveHandle,
+    Schedule,
+    expected_failure,
+    seconds_between,
+)
 from tests.training.checkpoint.groups import Raised, in_group
 
 
@@ -96,9 +102,11 @@ def follow(planned: Schedule, now: list[float], costs: list[float], *, skip: boo
     while costs:
         now[0], step = now[0] + 0.1, step + 1
         if planned.is_due("auto", SaveRequest(step, {}, elaunch.Keep(last=1)), nothing):
-            begun = now[0]
+            planned.begin(step)
             now[0] += costs.pop(0)
-            planned.note(Alone(), step, begun, skipped=skip and len(saved) > 1)  # type: ignore[arg-type]
+            handle = SaveHandle(step)
+            handle.skipped = skip and len(saved) > 1
+            planned.note(Alone(), handle)  # type: ignore[arg-type]
             saved.append(step)
     return saved[-1] - saved[-2]
 
@@ -156,7 +164,9 @@ def test_a_save_of_the_round_before_is_still_in_flight(now: list[float]) -> None
     planned, step = Schedule(None), 0
     while not planned.is_due("auto", SaveRequest(step, {}, elaunch.Keep(last=1)), nothing):
         now[0], step = now[0] + 0.1, step + 1
-    planned.note(Alone(), step, now[0], skipped=True)  # type: ignore[arg-type]
+    skipped = SaveHandle(step)
+    planned.begin(step)
+    planned.note(Alone(), skipped)  # type: ignore[arg-type]
     assert due(planned, "auto", range(step + 1, step + 10))[0] == step + FIRST // 2
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Final
 
@@ -46,15 +47,20 @@ class Content:
     packed: Mapping[str, bytes]
     lengths: Lengths
 
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """Offset and length of each archive in the file, in its order."""
+        return [(at, size) for _, at, size in extents(self.plan.portion, self.lengths)]
+
+    @property
+    def size(self) -> int:
+        """How long the file is, in bytes."""
+        return sum(self.places[-1]) if self.places else 0
+
 
 def data_file(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"__{rank}_0.distcp"
-
-
-def size_of(portion: Portion, lengths: Lengths) -> int:
-    """Return how long the file of what a rank writes is, in bytes."""
-    return max((at + size for _, at, size in extents(portion, lengths)), default=0)
 
 
 def extents(portion: Portion, lengths: Lengths) -> Iterator[tuple[MetadataIndex, int, int]]:
@@ -112,10 +118,8 @@ def fill(content: Content, memory: memoryview) -> None:
         memory[at : at + len(before)] = before
         at += len(before)
         if tensor is not None and tensor.numel():
-            size = tensor.numel() * tensor.element_size()
-            tensors.copy_into(target[at : at + size], tensor)
+            at += tensors.copy_into(target, at, tensor)
             copied.append(tensor)
-            at += size
         memory[at : at + len(after)] = after
     tensors.settle(copied)
 
@@ -123,13 +127,13 @@ def fill(content: Content, memory: memoryview) -> None:
 def _archives(content: Content) -> Iterator[tuple[int, bytes, torch.Tensor | None, bytes]]:
     """Yield each archive's offset, what comes before the elements, the tensor, what comes after."""
     portion = content.plan.portion
-    where = extents(portion, content.lengths)
+    where = iter(content.places)
     pairs = zip(portion.tensors, content.plan.items, strict=True)
     for (_, (dtype, shape)), item in pairs:
         form = archives.template(dtype, shape)
         tensor = content.planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
-        yield next(where)[1], form.prefix, tensor, form.suffix
+        yield next(where)[0], form.prefix, tensor, form.suffix
     for key in portion.values:
-        _, at, size = next(where)
+        at, size = next(where)
         yield at, archives.padded(content.packed[key], size), None, b""

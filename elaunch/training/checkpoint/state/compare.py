@@ -175,6 +175,8 @@ def differing(
 
 
 _SAMPLE: Final = 64
+_WIDE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types as wide as others: not every type can be indexed."""
 _SHOWN: Final = 60
 """Characters of a value in an error."""
 
@@ -203,20 +205,18 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
     At least ``_SAMPLE`` of them where there are as many, and never twice that.
     """
-    value = tensor.detach().resolve_conj().resolve_neg()
-    value = value.view(_bits(value))
-    step = max(1, value.numel() // _SAMPLE)
-    first = (value.numel() - 1) % step
+    value = tensor.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    value = value.view(_WIDE.get(value.element_size(), value.dtype))
+    number = value.numel()
+    step = max(1, number // _SAMPLE)
+    first = (number - 1) % step
     if value.is_contiguous():
-        return value.view(-1)[first::step]
+        at = value.storage_offset() + first
+        return value.as_strided((-(-(number - first) // step),), (step,), at)
     indices = torch.arange(first, value.numel(), step, device=value.device)
     return value[torch.unravel_index(indices, value.shape)]
-
-
-def _bits(tensor: torch.Tensor) -> torch.dtype:
-    """Return an integer type as wide as the tensor's: not every type can be indexed."""
-    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return wide.get(tensor.element_size(), tensor.dtype)
 
 
 def settle(

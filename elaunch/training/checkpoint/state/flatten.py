@@ -24,8 +24,8 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -112,8 +112,7 @@ OWN = Share(lowest=True, compared=False, own=True)
 """A value that is marked by PerRank."""
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of the state; ``holder[name]`` is where it stands, and a loaded one is put."""
 
     key: str
@@ -165,9 +164,10 @@ class FlatState:
 
     def planner(self) -> DefaultSavePlanner:
         """Return a planner that knows the leaves, for ``resolve_data``."""
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        # Values are no business of the planner, which would take some of them for containers.
         leaves = self.leaves.items()
+        sharded = any(hasattr(leaf.value, "local_shards") for _, leaf in leaves)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=sharded)
+        # Values are no business of the planner, which would take some of them for containers.
         plain = {key: leaf.value if leaf.is_tensor else None for key, leaf in leaves}
         planner.set_up_planner(plain, is_coordinator=False)
         return planner
@@ -217,8 +217,9 @@ class _Walk:
         self, holder: Any, name: Any, value: Any, path: KeyPath, share: Share = PLAIN
     ) -> None:
         if isinstance(value, torch.Tensor):
-            tensors.refuse(key_of(path), value, self._loading)
-            self._leaf(Leaf(key_of(path), path, value, holder, name, share))
+            key = key_of(path)
+            tensors.refuse(key, value, self._loading)
+            self._leaf(Leaf(key, path, value, holder, name, share))
         elif isinstance(value, PerRank):
             self._per_rank(value, path)
         elif isinstance(value, nn.Module):
@@ -276,7 +277,7 @@ class _Walk:
                     f"{leaf.key} is sharded over the ranks: each saves its own part of it anyway, "
                     "so put no elaunch.PerRank around it"
                 )
-            leaf = replace(leaf, share=OWN)
+            leaf = leaf._replace(share=OWN)
         other = self.flat.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise CheckpointError(

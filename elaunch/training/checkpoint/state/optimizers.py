@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.state import tensors
+from elaunch.training.checkpoint.state import modules, tensors
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -39,6 +40,10 @@ _RATE = "lr"  # torch sets it to 0 for the step
 _WANTS_ALL = torch.__version__ < (2, 10)  # so that a parameter without a state is a KeyError
 _STEP_FAILS = (TypeError, RuntimeError, ValueError, AttributeError, KeyError, AssertionError)
 Named = tuple[str, nn.Module]
+_plain: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Optimizers of which torch has given the state as :func:`_named` does, and their modules."""
 
 
 def is_raw(value: Mapping[Any, Any]) -> bool:
@@ -107,9 +112,45 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state by name; tensors in it are its own. It is not changed."""
-    guard = contextlib.nullcontext() if optimizer.state else _no_first_step(optimizer)
-    with guard:
-        return dict(get_optimizer_state_dict(module, optimizer))
+    if not optimizer.state:
+        with _no_first_step(optimizer):
+            return dict(get_optimizer_state_dict(module, optimizer))
+    named, known = _named(module, optimizer), _plain.get(optimizer)
+    if named is not None and known is not None and known() is module:
+        return named
+    state = dict(get_optimizer_state_dict(module, optimizer))
+    if named is not None and _is_same(named, state):
+        _plain[optimizer] = weakref.ref(module)
+    return state
+
+
+def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return ``optimizer.state_dict()`` by the names of the module, if those are known."""
+    known = modules.names_of(module)
+    if known is None:
+        return None
+    names = {id(member): known.get(name) for name, member in module.named_parameters()}
+    numbered = [names.get(id(member)) for member in parameters(optimizer)]
+    if None in numbered:
+        return None
+    state = dict(optimizer.state_dict())
+    if any(type(number) is not int for number in state[STATE]):
+        return None
+    groups = [
+        {**group, _PARAMS: [numbered[number] for number in group[_PARAMS]]}
+        for group in state[GROUPS]
+    ]
+    return {STATE: {numbered[at]: held for at, held in state[STATE].items()}, GROUPS: groups}
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Tell whether two states have the same keys and the very same values."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        keys = list(one) == list(other)
+        return keys and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (isinstance(one, str) and one == other)
 
 
 def state_to_fill(

@@ -52,6 +52,8 @@ class Obstacle:
 
 def is_sharded(value: object) -> bool:
     """Tell whether a tensor is one of which each rank has a part: DTensor or ShardedTensor."""
+    if type(value) is torch.Tensor:
+        return False
     return isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
@@ -74,6 +76,8 @@ def in_words(found: Obstacle, loading: bool) -> str:
 
 def obstacle(tensor: torch.Tensor) -> Obstacle | None:
     """Return why a sharded checkpoint cannot hold ``tensor``; None if it can."""
+    if type(tensor) is torch.Tensor and not tensor.is_meta:
+        return _odd_kind(tensor)
     if is_lazy(tensor):
         return Obstacle(
             "it has no size yet, since its module is a lazy one",
@@ -139,18 +143,22 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return memoryview(memory).cast("B")
 
 
-def copy_into(memory: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a dense tensor's elements into ``memory``, bytes of that size on the CPU.
+def copy_into(target: torch.Tensor, at: int, tensor: torch.Tensor) -> int:
+    """Copy a dense tensor's elements into ``target``, bytes on the CPU; return how many they are.
 
     From a device the copy may still be under way: call :func:`settle` after the last one.
     """
-    source = tensor.detach()
+    source, size = tensor.detach(), int(tensor.nbytes)
+    if at + size > target.nbytes:
+        raise ValueError(f"{size} bytes at {at} do not fit into {target.nbytes}")
     flagged = source.is_conj() or source.is_neg()
     if source.device.type == "cpu" and source.is_contiguous() and not flagged:
         # Not copy_, which reads what it is about to overwrite: a third slower.
-        ctypes.memmove(memory.data_ptr(), source.data_ptr(), memory.nbytes)
+        ctypes.memmove(target.data_ptr() + at, source.data_ptr(), size)
     else:
+        memory = target[at : at + size]
         memory.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+    return size
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
