@@ -53,6 +53,7 @@ SAVING = (
     "elaunch.training.checkpoint.load",
     "elaunch.training.checkpoint.save",
     "elaunch.training.checkpoint.saver",
+    "elaunch.checkpoint.storage.posix",
 )
 """Modules that a worker imports to load and to save."""
 ANNOUNCED: Mapping[int, tuple[str, ...]] = {

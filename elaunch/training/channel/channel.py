@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - the first look-up of a host imports it; a fork has it
 import json
 import threading
 import time

@@ -13,6 +13,7 @@ that a number that grows by a byte moves nothing that lies behind it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zipfile
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ import torch
 
 from elaunch.errors import CheckpointError
 from elaunch.training.unpickling import Careful, Names, PickleRefused
+
+with contextlib.suppress(ImportError):  # the first torch.save imports it: a fork's server has it
+    import torch.utils.serialization.config
 
 ALIGNMENT: Final = 64
 """Where archives begin in their file; their elements are aligned to it as well."""
