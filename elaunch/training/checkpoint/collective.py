@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import sys
 import time
@@ -266,7 +267,7 @@ def check_new(call: CallContext, step: int) -> None:
     """Raise SaveError if this round has committed that step already."""
     name = layout.step_name(step, call.round)
     place = call.storage.place
-    if not isinstance(place, str) and (place / name).exists():
+    if not isinstance(place, str) and os.path.exists(f"{place}/{name}"):
         raise in_the_way(place, name)
 
 

@@ -289,7 +289,7 @@ def _begun(
     if cache.in_flight is not None:
         cache.in_flight.raise_if_lost()
     seconds = call.seconds(timeout)
-    with call.awaiting(seconds):
+    with nullcontext() if saver.is_over else call.awaiting(seconds):
         begun = saver.begin(waits, seconds)
     if waits and not begun and timeout is not None:
         raise SaveError(f"the save before is still in flight after {seconds:g} s")

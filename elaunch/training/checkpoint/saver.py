@@ -207,17 +207,19 @@ class AgentSaverClient:
         touch(mapping)
         self._view, self._inode = memoryview(mapping), inode
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent has reported that this rank's last save is over."""
+        return bool(self._staged) and self._over.get("uuid") == self._staged
+
     def begin(self, wait: bool, timeout: float | None = None) -> bool:
         """Wait for the save in flight; True: this rank has nothing in flight any more.
 
         False: one is in flight and ``wait`` is False, or ``timeout`` seconds are over. Raises a
-        lost SaveError if the save before came to nothing. The agent is not asked if it has reported
-        that this rank's last save is over.
+        lost SaveError if the save before came to nothing. The agent is not asked if it ``is_over``.
         """
-        answer, self._is_quick = (
-            self._over,
-            bool(self._staged) and self._over.get("uuid") == self._staged,
-        )
+        answer = self._over  # the link's thread may replace it
+        self._is_quick = bool(self._staged) and answer.get("uuid") == self._staged
         if not self._is_quick:
             limit = _limit(timeout) if wait else ANSWER_S
             answer, _ = self._ask("begin", limit, wait=wait, timeout=timeout)
@@ -232,7 +234,9 @@ class AgentSaverClient:
         the agent refuses a shard: the next call raises that.
         """
         self._begun, self._staged = False, shard.stage.uuid
-        self._post("staged", shard=asdict(shard), memory=self._inode)
+        # Not asdict, which copies all of it.
+        fields = {**vars(shard), "stage": vars(shard.stage), "header": vars(shard.header)}
+        self._post("staged", shard=fields, memory=self._inode)
 
     def abandon(self, stage: Stage | None = None) -> None:
         """Take back :meth:`begin`: this rank stages nothing, so what others have staged is lost.
