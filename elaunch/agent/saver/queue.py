@@ -10,6 +10,7 @@ a shard never comes             the save is discarded when its rank has ended, a
                                 round, or ``SHARD_DEADLINE_S`` after the last report of it
 the disk is full                what retention allows is removed, the shard is written once more
 it is still full, or broken     the save is discarded; the next call of each of its ranks raises
+a shard is refused              the same
 a copy cannot be written        that is logged: the node whose shard it is may have written it
 the storage hangs               the save is given up; its memory stays out of use until the
                                 storage answers, and what then is written is discarded

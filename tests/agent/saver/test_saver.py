@@ -359,6 +359,21 @@ def test_a_save_that_is_known_to_be_over_costs_no_request(
     assert rig.names == ["step-00000010.r0", "step-00000020.r0"]
 
 
+def test_a_worker_that_ends_while_it_overwrites_what_it_did_not_ask_for(rig: Rig) -> None:
+    """The agent knows of it before the first byte: nobody loads half of two checkpoints."""
+    workers = [rig.worker(0), rig.worker(1)]
+    save(workers, 10)
+    wait_until(lambda: all(worker._over for worker in workers), LONG)
+    for worker in workers:
+        assert worker.begin(True, LONG) and worker._is_quick
+    workers[0].memory(8)[:4] = b"TORN"
+    end(*workers)
+    assert rig.settle().lost == ()
+    rig.begin(1)
+    found = rig.worker(1, 1).recall(10, 0, [0, 1], "", LONG)
+    assert {rank: bytes(files["part-1"]) for rank, files in found.items()} == {1: b"00100001"}
+
+
 def test_what_is_reported_of_an_older_save_counts_no_more(rig: Rig) -> None:
     """Else memory that the agent is writing out would be overwritten."""
     worker = rig.worker(0)
