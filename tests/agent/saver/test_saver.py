@@ -245,7 +245,7 @@ def test_what_was_begun_is_recalled_no_more(rig: Rig) -> None:
     assert workers[0].begin(True, LONG)
     assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {0, 1}, "not all ranks have begun"
     workers[0].memory(8)
-    assert set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {1}
+    wait_until(lambda: set(workers[1].recall(10, 0, [0, 1], "", LONG)) == {1}, LONG)
 
 
 @pytest.mark.slow
@@ -354,7 +354,7 @@ def test_a_save_that_is_known_to_be_over_costs_no_request(
         patch.setattr(AgentSaverClient, "_ask", lambda *_, **__: pytest.fail("it asks"))
         save(workers, 20)
         assert [done.last.step for done in workers if done.last is not None] == [10, 10]
-    assert workers[1].recall(10, 0, [0, 1], "", LONG) == {}
+    wait_until(lambda: workers[1].recall(10, 0, [0, 1], "", LONG) == {}, LONG)
     assert [worker.wait(LONG) is not None for worker in workers] == [True, True]
     assert rig.names == ["step-00000010.r0", "step-00000020.r0"]
 
