@@ -24,7 +24,7 @@ _WHERE = {
     "Keep": "elaunch.checkpoint.records",
     "ElasticDistributedSampler": "elaunch.training.sampler",
     "record": "elaunch.errorrecord",
-    "run": "elaunch.torchrun.functions",
+    "run": "elaunch.torchrun.calls",
     "PerRank": "elaunch.training.checkpoint.state.perrank",
     "rng_state": "elaunch.training.checkpoint.state.perrank",
     "ElaunchError": "elaunch.errors",

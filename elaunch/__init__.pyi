@@ -13,7 +13,7 @@ from elaunch.errors import RunDirError as RunDirError
 from elaunch.errors import SamplerError as SamplerError
 from elaunch.errors import SaveError as SaveError
 from elaunch.errors import ScriptError as ScriptError
-from elaunch.torchrun.functions import run as run
+from elaunch.torchrun.calls import run as run
 from elaunch.training.checkpoint.context import CheckpointContext as CheckpointContext
 from elaunch.training.checkpoint.handle import SaveHandle as SaveHandle
 from elaunch.training.checkpoint.state.perrank import PerRank as PerRank

@@ -45,7 +45,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "The order of the data": (f"{TRAINING}.sampler:ElasticDistributedSampler",),
     "Telling of an error": ("elaunch.errorrecord:record",),
-    "Starting a job from a program": ("elaunch.torchrun.functions:run",),
+    "Starting a job from a program": ("elaunch.torchrun.calls:run",),
 }
 
 # Public for other parts of elaunch, not for scripts.

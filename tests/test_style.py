@@ -100,7 +100,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "hung up on",
     "elaunch.agent.saver.queue:SaveQueue._commit": "top of a thread: the save fails with it",
     "elaunch.agent.saver.queue:SaveQueue._write": "top of a thread: the save fails with it",
-    "elaunch.top.pager:_run": "top of a thread: raised in the one that waits for it",
+    "elaunch.top.widgets:_run": "top of a thread: raised in the one that waits for it",
     "elaunch.agent.hangs.watchdog:Watchdog._explained": "a hang without a reason is still one",
     "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on",
     "elaunch.agent.hangs.lateness:Lateness._run": "top of a thread: logged, as are hangs",

@@ -55,7 +55,7 @@ COMMANDS = {
     "metrics": ("elaunch.cli.views.metrics", "Show the metrics that a run's script has reported."),
     "dashboard": ("elaunch.cli.views.dashboard", "Show runs in the browser."),
     "otlp": (
-        "elaunch.cli.views.otlp",
+        "elaunch.cli.views.dashboard",
         "Send metrics and traces of runs to an OpenTelemetry collector.",
     ),
     "checkpoints": (

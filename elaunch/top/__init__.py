@@ -2,10 +2,9 @@
 
 ==========  ===================================================================================
 app.py      the screen: the tree on the left, the chosen thing on the right, and the keys
-pager.py    a screen of lines: a log that is followed, stacks, why, metrics, help
 pages.py    what these screens show, read by the readers of the commands
 tree.py     job, nodes and ranks as rows, the worst first
-rows.py     the widget that draws such rows, those that are seen only
+widgets.py  what draws such rows, those that are seen only, and a screen of lines: a log, stacks, …
 ==========  ===================================================================================
 
 ``app`` alone is asked for, by the command, and only then is textual imported.

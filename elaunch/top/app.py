@@ -25,10 +25,9 @@ from textual.widgets import Footer, Input, Static
 
 from elaunch.text import one_line
 from elaunch.top import pages
-from elaunch.top.pager import SHARE, Pager, Read, fixed, in_thread
 from elaunch.top.pages import TopReader, TopReading
-from elaunch.top.rows import RowList
 from elaunch.top.tree import JOB, Key, rows
+from elaunch.top.widgets import SHARE, Pager, Read, RowList, fixed, in_thread
 
 EVERY_S: Final = 2.0
 """Seconds from reading to reading: to draw the screen takes 20 to 40 ms of the processor."""

@@ -39,7 +39,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint import latest
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
 from elaunch.training.launch import Info, info
-from elaunch.training.metrics.history import FROM_NOTHING
+from elaunch.training.metrics.files import FROM_NOTHING
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.train import TrainContext
 from elaunch.wire import recorder

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from elaunch.errors import ContextError, MetricError
 from elaunch.training.launch import Placement
-from elaunch.training.metrics.files import TENSORBOARD, MetricFiles
-from elaunch.training.metrics.history import TRAINING, VALIDATION
+from elaunch.training.metrics.files import TENSORBOARD, TRAINING, VALIDATION, MetricFiles
 from elaunch.training.metrics.rows import Encoder, Latest
 from elaunch.training.metrics.writer import BoardWriter, Writer, require
 from elaunch.wire.progress import ProgressPage

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.dashboard.app import KEPT_RUNS, STATIC, Dashboard
-from elaunch.dashboard.feed import Feed, encoded
+from elaunch.dashboard.app import KEPT_RUNS, STATIC, Dashboard, Feed, encoded
 from elaunch.dashboard.guard import App
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import new_worker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.dashboard import feed
+from elaunch.dashboard import app as dashboard
 from elaunch.dashboard.app import Dashboard
 from elaunch.dashboard.guard import App
 from elaunch.monitor.logfiles import Choice
@@ -216,14 +216,14 @@ def test_lines_that_come_are_sent(
     environ: dict[str, str], play: Play, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole lines of files that fit, of new files too, until the run has ended."""
-    monkeypatch.setattr(feed, "PAUSE_S", 0.05)
+    monkeypatch.setattr(dashboard, "PAUSE_S", 0.05)
     agent = play(2, log_dir=str(root))
     write(root, 0, 0, "stdout", b"first\nhal")
     logs = logtail.RunLogs(agent.run, environ)
     wanted = logtail.LogFilter(Choice(), "a")
 
     async def followed() -> list[Any]:
-        found = feed.follow(logs, wanted, *logtail.search(logs, wanted), asyncio.Event())
+        found = dashboard.follow(logs, wanted, *logtail.search(logs, wanted), asyncio.Event())
         seen = [await anext(found)]
         write(root, 0, 0, "stdout", b"f a line\nno\n")
         seen.append(await anext(found))

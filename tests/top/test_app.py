@@ -24,10 +24,10 @@ from textual.widgets import RichLog
 
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_worker
-from elaunch.top import app, pager
+from elaunch.top import app, widgets
 from elaunch.top.app import TopApp
 from elaunch.top.pages import TopReader
-from elaunch.top.rows import RowList
+from elaunch.top.widgets import RowList
 from tests.dashboard.test_app import failed, made
 from tests.launching import Launcher
 from tests.monitor.conftest import Play
@@ -113,7 +113,7 @@ def test_a_reading_while_the_screen_is_closed(
         readings.append(work)
         return work()
 
-    for module in (app, pager):
+    for module in (app, widgets):
         monkeypatch.setattr(module, "in_thread", at_once)
         monkeypatch.setattr(module, "LEAST_S", 0.0, raising=False)
         monkeypatch.setattr(module, "EVERY_S", 0.0, raising=False)
@@ -172,7 +172,7 @@ def test_lines_that_are_read_before_the_screen_is_laid_out(
     async def at_once(work: Callable[[], Any]) -> Any:
         return work()
 
-    monkeypatch.setattr(pager, "in_thread", at_once)
+    monkeypatch.setattr(widgets, "in_thread", at_once)
 
     async def act(pilot: Pilot[None]) -> None:
         await pilot.press("w")

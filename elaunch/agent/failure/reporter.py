@@ -20,7 +20,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from elaunch.agent.failure import culprit, ends, memory, report
+from elaunch import proc
+from elaunch.agent.failure import culprit, ends, report
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.watch import SETTLE_S, no_scene
@@ -79,7 +80,7 @@ class Reporter:
         self._shown = False
         self._noticed: float | None = None
         self._ended: frozenset[int] = frozenset()
-        self._oom_kills = memory.oom_kill_count()
+        self._oom_kills = proc.oom_kill_count()
         self._oom = False
         self._shm_free: int | None = None
         self._kept: tuple[ends.Failure, ...] = ()
@@ -173,10 +174,10 @@ class Reporter:
     def _notice(self, state: State) -> None:
         """Take down the state of the machine when the first failure is learned of."""
         self._noticed, self._ended = time.monotonic(), state.succeeded
-        count = memory.oom_kill_count()
+        count = proc.oom_kill_count()
         self._oom = count is not None and count > (self._oom_kills or 0)
         self._oom_kills = count
-        self._shm_free = memory.shm_free()
+        self._shm_free = proc.shm_free()
 
     def _keep(self, state: State) -> None:
         """Keep what the round's workers left; the log pump forgets it when the next opens."""

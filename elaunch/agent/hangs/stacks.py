@@ -1,4 +1,6 @@
-"""Takes the Python stacks of all workers, before a hung round is ended; a thread of its own.
+"""Takes the Python stacks of all workers, before a hung round is ended, or a flame graph of one.
+
+The stacks are taken by a thread of its own.
 
 ==============================================  ==================================================
 a worker                                        its stacks come from
@@ -12,12 +14,15 @@ any other                                       ``py-spy``, where that is instal
 
 The signal is sent only to a process that catches it: it would end any other. Where there are no
 stacks, the report says why, and what the kernel knows of the process.
+
+The flame graph is py-spy's: for the command on its node, and for other agents.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -34,7 +39,7 @@ from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
 from elaunch.checkpoint.storage import atonce
 from elaunch.server import processes
-from elaunch.text import ranks
+from elaunch.text import one_line, ranks
 
 WRITE_S: Final = 5.0
 """Seconds for a worker to write its stacks."""
@@ -246,3 +251,43 @@ def _grouped(problems: Mapping[int, str]) -> tuple[tuple[tuple[int, ...], str], 
     for rank, text in sorted(problems.items()):
         by_text.setdefault(text, []).append(rank)
     return tuple((tuple(ranks), text) for text, ranks in by_text.items())
+
+
+NO_PY_SPY: Final = "py-spy is not installed: pip install 'elaunch[stacks]'"
+RECORD_OVERDUE_S: Final = 30.0
+"""Seconds that py-spy has beyond those that it is to look."""
+
+
+def record(pid: int, seconds: int, path: Path, native: bool) -> str:
+    """Have py-spy write an SVG of the next ``seconds``; return why there is none, or "".
+
+    An interrupt ends py-spy, too, and is raised again.
+    """
+    program = py_spy()
+    if program is None:
+        return NO_PY_SPY
+    # Without frames of C the process need not be stopped for each sample.
+    how = "--native" if native else "--nonblocking"
+    argv = [program, "record", how, "--pid", str(pid), "--duration", str(seconds)]
+    argv += ["--output", os.fspath(path)]
+    # In an agent its exit code goes to the reaper, which waits for all children.
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            out, err = process.communicate(timeout=seconds + RECORD_OVERDUE_S)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+            raise
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+    lines = [line.strip() for line in (err + out).decode("utf-8", "replace").splitlines()]
+    if not process.returncode and path.exists() and path.stat().st_size:
+        return ""
+    why = next((line for line in lines if line.startswith("Error")), " ".join(lines[:1]))
+    if "No stack counts found" in why:
+        return (
+            "its threads have only waited, and the graph is of those that compute: `elaunch "
+            "stacks` shows where they are"
+        )
+    return f"py-spy has written nothing: {one_line(why)}"

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, Final
 
-from elaunch.agent.policy import events, hang, nodes, preempt, restart
+from elaunch.agent.policy import events, hang, nodes, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
     Decision,
@@ -127,9 +127,9 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
             return Forward(event.signum), f"{what}: forwarded to the workers"
         return Nothing(), f"{what}: no worker runs to forward it to"
     if event.signum in state.limits.preempting:
-        return preempt.asked(state, what)
+        return requests.asked(state, what)
     if event.signum is signal.SIGTERM:
-        saving = preempt.on_sigterm(state, event.notice)
+        saving = requests.on_sigterm(state, event.notice)
         if saving is not None:
             return saving
     if state.phase is Phase.RUNNING:
@@ -169,7 +169,7 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
     if state.phase is Phase.RUNNING and state.taking:
         return hang.overdue(state)
     if state.phase is Phase.RUNNING and state.notice is not None:
-        return preempt.overdue(state)
+        return requests.overdue(state)
     if state.phase is Phase.RUNNING and state.began is None:
         return _not_started(state, 0, SILENT)
     if state.phase is Phase.STOPPING:
@@ -180,8 +180,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return KillServer(), "the server that starts the workers does not answer; killing it"
     if state.phase is Phase.FLUSHING:
         return _after_tree(state)
-    if state.phase in preempt.AT_REST and state.asked_to_end:
-        return preempt.overdue_at_rest(state)
+    if state.phase in requests.AT_REST and state.asked_to_end:
+        return requests.overdue_at_rest(state)
     if state.phase is Phase.STARTING:
         return _cannot_start(state, ServerError, _never_ready(state.limits))
     return NOTHING
@@ -280,7 +280,7 @@ def _next(state: State) -> Decision:
 def _finish(state: State) -> Decision:
     """Return the end of the job on its only node: all is done, or somebody has asked."""
     if state.notice is not None and (state.completed or not state.failed):
-        return preempt.ended(state)
+        return requests.ended(state)
     if state.lost_save:
         return Finish(CheckpointError.exit_code), LOST
     if state.completed:
@@ -307,7 +307,6 @@ _ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.DeadlinePassed: _on_deadline,
     events.ServerLost: _on_server_lost,
     **nodes.ARMS,
-    **preempt.ARMS,
+    **requests.ARMS,
     **hang.ARMS,
-    **restart.ARMS,
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch import env
-from elaunch.agent.policy import events, hang, preempt, restart
+from elaunch.agent.policy import events, hang, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
     Decision,
@@ -111,7 +111,7 @@ def at_rest(state: State, what: str) -> Decision:
             "--checkpoint-local on all nodes"
         )
     if plan is not None and state.preempted and state.asked_to_end and _moved_on(state, plan):
-        return preempt.ended(state)
+        return requests.ended(state)
     if state.asked_to_end:  # no round follows here; the coordinator ends the job
         return _meet(state, what)
     if plan is not None and _begins(state, plan):
@@ -154,7 +154,7 @@ def on_tree_gone(state: State) -> Decision:
     """Report that nothing of the round is left here, and go on as the plan says."""
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
-        return preempt.ended(state) if state.preempted else stopped(state.interrupted)
+        return requests.ended(state) if state.preempted else stopped(state.interrupted)
     if state.asked_in_round and not state.completed and not over:
         return _asked_and_not_done(state)
     if state.preempted and state.notice is not None:
@@ -169,7 +169,7 @@ def on_tree_gone(state: State) -> Decision:
 def _asked_and_not_done(state: State) -> Decision:
     """Leave: no round is to follow here, although the workers did not end as they were asked."""
     if not state.failed or state.notice is None:
-        return preempt.ended(state)
+        return requests.ended(state)
     return Finish(failure_code(state)), f"{failure(state)}; no restart: {state.notice.reason}"
 
 
@@ -202,12 +202,12 @@ def _while_running(state: State, plan: Plan) -> Decision:
         reason = f"round {plan.round} has begun without this node; killing {others}"
         return EndTree(), reason
     if plan.phase == "running" or plan.round < state.round:
-        return preempt.asked_elsewhere(state, plan)
+        return requests.asked_elsewhere(state, plan)
     # A worker that lost a peer can only hang; one stopped for growth may want to save first.
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
     peer_gone = peer_gone and plan.exit_code != PREEMPTED
     if plan.cause == "asked" and state.notice is None:
-        return restart.stop(state, plan)
+        return requests.stop(state, plan)
     stacks = hang.elsewhere(state, plan)
     if stacks is not None:
         return stacks

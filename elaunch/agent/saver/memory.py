@@ -18,8 +18,8 @@ import threading
 from typing import Final
 
 from elaunch import text
-from elaunch.agent.failure.memory import available
 from elaunch.errors import SaveError, UsageError
+from elaunch.proc import available
 
 SLICE: Final = 256 << 20
 """Bytes that are touched in one call."""

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from elaunch import env, proc
-from elaunch.agent.hangs import flame
+from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection
 from elaunch.checkpoint.storage import atonce
@@ -263,7 +263,7 @@ class NodeViews:
             return {"error": f"rank {rank} does not run on {os.uname().nodename}"}
         with tempfile.TemporaryDirectory(prefix="elaunch-") as place:
             path = Path(place, "profile.svg")
-            problem = flame.record(pid, seconds, path, native)
+            problem = stacks.record(pid, seconds, path, native)
             if not problem and path.stat().st_size > MOST_SVG:
                 problem = f"the graph has more than {MOST_SVG:,} bytes: ask on that node"
             if problem:

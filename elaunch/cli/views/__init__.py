@@ -7,7 +7,7 @@ logs.py       what ranks have printed, merged by time over ranks, rounds and nod
 stacks.py     where all ranks are; a flame graph of one of them
 why.py        why a run has failed; what a code means
 metrics.py    what a script has reported
-dashboard.py  all of it in the browser
+dashboard.py  all of it in the browser, or for an OpenTelemetry collector
 ============  =============================================================================
 """
 

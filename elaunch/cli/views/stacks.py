@@ -78,7 +78,7 @@ def profile(
     RUN is a run id of this machine, the beginning of one, or a run directory; without it, the
     newest run.
     """
-    from elaunch.agent.hangs import flame
+    from elaunch.agent.hangs import stacks
     from elaunch.monitor.nodeviews import profile_of
     from elaunch.runs import directory, statedir
 
@@ -102,12 +102,12 @@ def profile(
         raise UsageError(f"--output {path}: {place} cannot be written; name a file elsewhere")
     try:
         if pid is not None and record["agent"]["host"] == os.uname().nodename:
-            problem = flame.record(pid, seconds, path, native)
+            problem = stacks.record(pid, seconds, path, native)
         else:
             pid, problem = profile_of(found, rank, seconds, path, native)
     except KeyboardInterrupt:
         return INTERRUPTED
-    if problem == flame.MISSING:
+    if problem == stacks.NO_PY_SPY:
         raise UsageError(problem)
     if problem:
         click.echo(f"elaunch: {problem}", err=True)

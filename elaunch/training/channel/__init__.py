@@ -8,7 +8,7 @@ are several nodes, on a TCP port. Both ends of a connection first prove that the
 Two levels. The ranks of a node are connected to its first one, the node's chief, by Unix sockets.
 The chiefs are a tree; the node of rank 0 is its root.
 
-One call (calls.py) is the same for all kinds: entries go up the tree, and when those of all ranks
+One call (channel.py) is the same for all kinds: entries go up the tree, and when those of all ranks
 are at the root, what each rank lacks comes down. So it returns nowhere before all ranks have called
 it, and a rank that calls something else is found where its entry meets another. The channel is made
 for control messages: an object passes once over each connection on its way, and no rank copies it

@@ -33,8 +33,15 @@ import msgspec
 
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, handle, is_live, named, run_id_of, runs_of
-from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, read_rounds
-from elaunch.training.metrics.history import Beginning, RowKey, row_key
+from elaunch.training.metrics.files import (
+    ROUNDS,
+    ROWS,
+    SUPERSEDED,
+    Beginning,
+    RowKey,
+    read_rounds,
+    row_key,
+)
 from elaunch.training.metrics.rows import COLUMNS
 
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode

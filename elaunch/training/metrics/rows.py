@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from elaunch.errors import MetricError
-from elaunch.training.metrics.history import VALIDATION
+from elaunch.training.metrics.files import VALIDATION
 
 log = logging.getLogger("elaunch")
 

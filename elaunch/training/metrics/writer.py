@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import ContextError, RunDirError
-from elaunch.training.metrics.files import MetricFiles
-from elaunch.training.metrics.history import Beginning, firsts
+from elaunch.training.metrics.files import Beginning, MetricFiles, firsts
 from elaunch.training.metrics.rows import Row
 
 if TYPE_CHECKING:

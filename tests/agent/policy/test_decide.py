@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elaunch.agent.policy import events, hang, nodes, preempt, restart
+from elaunch.agent.policy import events, hang, nodes, requests
 from elaunch.agent.policy.actions import (
     Action,
     AskRestart,
@@ -850,9 +850,9 @@ def test_every_arm_has_a_row() -> None:
     seen = {type(event) for _, history, _, _ in rows for event in history}
     elsewhere = {
         *nodes.ARMS,
-        *preempt.ARMS,
+        *requests.ARMS,
         *hang.ARMS,
-        *restart.ARMS,
+        *requests.ARMS,
         events.PreemptAcked,
         events.FenceAsked,
         events.RanksAsked,

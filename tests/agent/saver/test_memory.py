@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.failure.memory import available
 from elaunch.agent.saver import memory as keepermemory
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.errors import SaveError, UsageError
+from elaunch.proc import available
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ import pytest
 from msgspec import structs
 
 from elaunch import env
-from elaunch.agent.hangs import flame
+from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.events import StacksTaken
@@ -252,8 +252,8 @@ def test_a_rank_of_another_node_is_profiled(
         monkeypatch.setattr(views, "MOST_SVG", 10)
         assert "the graph has more than 10 bytes: ask on that node" in problem()
         process.kill()
-        monkeypatch.setattr(flame, "py_spy", lambda: None)
-        assert flame.MISSING in problem()
+        monkeypatch.setattr(stacks, "py_spy", lambda: None)
+        assert stacks.NO_PY_SPY in problem()
         with pytest.raises(UsageError, match="must be numbers"):
             ask(run, {"of": "profile", "rank": "x"}, 5)
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from elaunch.runs.directory import RunDir, create
-from elaunch.training.metrics.files import ROWS, MetricFiles
-from elaunch.training.metrics.history import firsts
+from elaunch.training.metrics.files import ROWS, MetricFiles, firsts
 from elaunch.training.metrics.rows import Encoder
 from tests import warm
 from tests.monitor.conftest import environ

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from elaunch.training.metrics.files import ROUNDS, ROWS, SUPERSEDED, MetricFiles, read_rounds
-from elaunch.training.metrics.history import Beginning, firsts
+from elaunch.training.metrics.files import (
+    ROUNDS,
+    ROWS,
+    SUPERSEDED,
+    Beginning,
+    MetricFiles,
+    firsts,
+    read_rounds,
+)
 from elaunch.training.metrics.rows import Encoder
 from tests.launching import wait_until
 

@@ -1,10 +1,10 @@
-"""elaunch.training.metrics.history: which rows a later round makes void."""
+"""elaunch.training.metrics.files: which rows a later round makes void."""
 
 from __future__ import annotations
 
 import pytest
 
-from elaunch.training.metrics.history import (
+from elaunch.training.metrics.files import (
     FROM_NOTHING,
     Beginning,
     firsts,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.failure.memory import oom_kill_count, shm_free
+from elaunch.proc import oom_kill_count, shm_free
 
 V1_MOUNT = "32 31 0:29 {root} {point} rw,nosuid shared:9 - cgroup cgroup rw,memory\n"
 V2_MOUNT = "38 31 0:41 {root} {point} rw - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -78,7 +78,7 @@ def test_a_real_oom_kill_is_counted(small_cgroup: Path) -> None:
     """A process that wants more than its cgroup has is killed, and the count grows."""
     code = (
         "import pathlib, subprocess, sys\n"
-        "from elaunch.agent.failure.memory import oom_kill_count\n"
+        "from elaunch.proc import oom_kill_count\n"
         "pathlib.Path(sys.argv[1]).write_text('0')\n"
         "before = oom_kill_count()\n"
         "end = subprocess.run([sys.executable, '-c', 'b = bytearray(b\"x\" * (200 << 20))'])\n"
