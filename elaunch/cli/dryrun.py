@@ -1,25 +1,24 @@
 """``elaunch run --dry-run``: what would be started, and nothing is.
 
-On a terminal with colours (rich); elsewhere the same content as plain text. Values that look like
-secrets are never shown, neither in the environment nor in the table. Of several nodes only this one
-is known: ranks are shown where ``--node-rank`` decides them, as if all nodes had as many workers.
+It is a page as ``elaunch status`` prints one. Values that look like secrets are never shown,
+neither in the environment nor in the table. Of several nodes only this one is known: ranks are
+shown where ``--node-rank`` decides them, as if all nodes had as many workers.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-
-import click
+from collections.abc import Iterator, Mapping
 
 from elaunch import env
 from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.errors import UsageError
 from elaunch.hosts import LOOPBACK
-from elaunch.text import HIDDEN, arguments, count, is_secret
+from elaunch.monitor import page
+from elaunch.monitor.page import Cell, Column, Fields, Paragraph, Table
+from elaunch.text import HIDDEN, arguments, count, is_secret, one_line
 
 _PER_RANK = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK"),
@@ -50,13 +49,15 @@ def show(settings: Settings, environ: Mapping[str, str]) -> None:
     launcher = {**environ, **settings.env}
     workers = [worker(settings, rank, nproc, launcher) for rank in range(nproc)]
     shared = {**settings.env, **env.default_omp_threads(launcher, nproc), **workers[0]}
-    rows = [(name, text) for name, text in shared.items() if name not in _PER_RANK]
-    table = [_columns(rank, variables) for rank, variables in enumerate(workers)]
-    header = ("rank", "local_rank", "devices", "logs")
-    if sys.stdout.isatty() and not environ.get("NO_COLOR"):
-        _show_rich(facts(settings, nproc), rows, (header, table))
-    else:
-        _show_plain(facts(settings, nproc), rows, (header, table))
+    made = (
+        Fields(tuple((name, one_line(text)) for name, text in facts(settings, nproc))),
+        Paragraph(("environment:", *(f"  {line}" for line in _variables(shared)))),
+        Table(
+            tuple(Column(name) for name in ("rank", "local_rank", "devices", "logs")),
+            tuple(_row(rank, variables) for rank, variables in enumerate(workers)),
+        ),
+    )
+    (page.echo_plain if environ.get("NO_COLOR") else page.show)(made)
 
 
 def command(settings: Settings) -> str:
@@ -163,9 +164,11 @@ def _meeting(settings: Settings, nproc: int) -> list[tuple[str, str]]:
     return found
 
 
-def shown(name: str, text: str) -> str:
-    """Return a variable's value, or that it is hidden."""
-    return HIDDEN if is_secret(name) else text
+def _variables(shared: Mapping[str, str]) -> Iterator[str]:
+    """Yield the variables that all workers have, without what looks like a secret."""
+    for name, text in shared.items():
+        if name not in _PER_RANK:
+            yield f"{name}={HIDDEN if is_secret(name) else one_line(text)}"
 
 
 def _logs(settings: Settings) -> str:
@@ -174,46 +177,7 @@ def _logs(settings: Settings) -> str:
     return settings.log_dir or "in the run directory"
 
 
-def _columns(local_rank: int, variables: Mapping[str, str]) -> tuple[str, ...]:
+def _row(local_rank: int, variables: Mapping[str, str]) -> tuple[Cell, ...]:
     devices = variables.get(env.VISIBLE_DEVICES, "all")
-    rank = variables["RANK"] if variables["RANK"].isdigit() else "-"
-    return (rank, str(local_rank), devices, f"attempt_0/{local_rank}/")
-
-
-Rows = Iterable[tuple[str, str]]
-Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
-
-
-def _show_plain(known: Rows, variables: Rows, table: Table) -> None:
-    for name, text in known:
-        click.echo(f"{name + ':':<13}{text}")
-    click.echo("environment:")
-    for name, text in variables:
-        click.echo(f"  {name}={shown(name, text)}")
-    header, rows = table
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        click.echo(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
-
-
-def _show_rich(known: Rows, variables: Rows, table: Table) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console()
-    grid = RichTable.grid(padding=(0, 2))
-    for name, text in known:
-        grid.add_row(Text(name, style="bold"), Text(text))
-    console.print(grid)
-    settings = RichTable(title="environment", title_justify="left", show_header=False)
-    for name, text in variables:
-        settings.add_row(Text(name, style="cyan"), Text(shown(name, text)))
-    console.print(settings)
-    header, rows = table
-    ranks = RichTable(*header, title="workers", title_justify="left")
-    for row in rows:
-        ranks.add_row(*map(Text, row))
-    console.print(ranks)
+    rank = variables["RANK"] if variables["RANK"].isdigit() else page.NOTHING
+    return tuple(map(Cell, (rank, str(local_rank), devices, f"attempt_0/{local_rank}/")))

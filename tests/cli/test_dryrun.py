@@ -32,8 +32,8 @@ def test_the_command_and_a_row_for_each_worker(
 ) -> None:
     """Plain text, one line each."""
     out = plain(job, "--nproc 2 --rdzv-id 7 train.py --tag a$b", capsys)
-    assert f"command:     {sys.executable} -u train.py --tag 'a$b'\n" in out
-    assert "run id:      7\n" in out
+    assert f"  command    {sys.executable} -u train.py --tag 'a$b'\n" in out
+    assert "  run id     7\n" in out
     assert "  WORLD_SIZE=2\n" in out and "  OMP_NUM_THREADS=1\n" in out
     assert "  MASTER_PORT=(a free port in each round)\n" in out
     rows = [line.split() for line in out.splitlines()[-3:]]
@@ -64,7 +64,7 @@ def test_secrets_are_hidden(job: Job, capsys: pytest.CaptureFixture[str]) -> Non
         "environment: {WANDB_API_KEY: abc123, HF_TOKEN: def456, MODE: fast}\n",
     )
     out = plain(job, "-f j.yaml", capsys)
-    assert "  WANDB_API_KEY=(hidden)\n  HF_TOKEN=(hidden)\n  MODE=fast\n" in out
+    assert "    WANDB_API_KEY=(hidden)\n    HF_TOKEN=(hidden)\n    MODE=fast\n" in out
     assert "abc123" not in out and "def456" not in out
 
 
@@ -94,7 +94,7 @@ def test_one_device_of_amd_for_each_worker(job: Job) -> None:
 def test_the_checkpoint_directory_is_shown(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """And that the choice is made at the start."""
     out = plain(job, "--checkpoint-dir ck train.py", capsys)
-    assert f"checkpoints: {job.directory / 'ck'}\n" in out
+    assert f"  checkpoints  {job.directory / 'ck'}\n" in out
     assert "  ELAUNCH_RESUME_FROM=(chosen at the start)\n" in out
 
 
@@ -133,7 +133,7 @@ def test_the_way_into_etcd_is_hidden(job: Job, capsys: pytest.CaptureFixture[str
     """User and password, wherever they come from."""
     line = "--nnodes 2 --rdzv-backend etcd --rdzv-endpoint a,b --rdzv-id 7 train.py"
     out = plain(job, line, capsys, PET_RDZV_CONF="user=me,password=s3cr3t")
-    assert "rendezvous:  etcd at a:2379,b:2379\n" in out
+    assert "  rendezvous  etcd at a:2379,b:2379\n" in out
     assert "s3cr3t" not in out
     rows = [row.split() for row in out.splitlines()[-1:]]
     assert rows == [["-", "0", "all", "attempt_0/0/"]]

@@ -281,7 +281,7 @@ def test_the_lines_for_a_job_file(elaunch: Launcher, tmp_path: Path) -> None:
         words = shlex.split(line, comments=True)[1:]
         done = elaunch.run([words[0], "--dry-run", *words[1:]], cwd=tmp_path)
         assert done.returncode == 0, (line, done.stderr)
-        workers += re.findall(r"^workers: +(\d)", done.stdout, re.MULTILINE)
+        workers += re.findall(r"^  workers +(\d)", done.stdout, re.MULTILINE)
         assert ("other.py --lr 0.1" in done.stdout) == ("other.py" in line)
     assert workers == ["2", "4", "2", "2", "2"]
 
