@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import importlib
-import inspect
 import io
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 
 import click
@@ -84,7 +80,7 @@ class _LazyGroup(click.Group):
         module, _ = COMMANDS[cmd_name]
         command = getattr(importlib.import_module(module), cmd_name)
         assert isinstance(command, click.Command)
-        return documented(command)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -108,21 +104,6 @@ def cli() -> None:
     """Start, supervise and restart distributed PyTorch training."""
 
 
-def documented(command: click.Command) -> click.Command:
-    """Return a command, and a group's commands, with the help that ``python -OO`` leaves out.
-
-    It is the docstring in the source, where that is installed.
-    """
-    for one in (command, *getattr(command, "commands", {}).values()):
-        if one.help is None and one.callback is not None:
-            with contextlib.suppress(OSError):  # there is no source
-                source = textwrap.dedent(inspect.getsource(one.callback))
-                flags = ast.PyCF_ONLY_AST  # ast.parse drops docstrings, too, from Python 3.14 on
-                (function,) = compile(source, "", "exec", flags, optimize=0).body
-                one.help = ast.get_docstring(function)
-    return command
-
-
 def execute(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; messages go to stderr."""
     for stream in (sys.stdout, sys.stderr):
@@ -130,7 +111,7 @@ def execute(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = documented(cli).main(list(argv), prog_name="elaunch", standalone_mode=False)
+        code = cli.main(list(argv), prog_name="elaunch", standalone_mode=False)
     except click.ClickException as exc:
         shown = io.StringIO()
         exc.show(shown)

@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -30,9 +29,6 @@ SOON_MS: Final = 1000
 """Until the rank counts as one that is in C, in milliseconds."""
 GONE_S: Final = 1.0
 """Seconds for the process of a rank to end whose files are closed."""
-RECORDED_S: Final = 2.0
-"""Seconds until the record says how a rank has ended, in which it is read every LOOK_S."""
-LOOK_S: Final = 0.02
 CHUNK: Final = 1 << 16
 
 
@@ -123,40 +119,13 @@ def _wait(listener: socket.socket, worker: int, milliseconds: int | None) -> boo
 
 
 def _ended(run: RunDir, rank: int, pid: int) -> int:
-    """Show what became of the rank, as soon as the record has it, and how to go on."""
     from elaunch.runs.directory import run_id_of
 
-    how, lives, name = "", True, run_id_of(run)
-    until = time.monotonic() + RECORDED_S
-    while lives and not how and time.monotonic() < until:
-        worker = _worker(run, rank)
-        if worker is None or worker["pid"] != pid:
-            break  # of a later round
-        if word := worker["exit"]:
-            how = f", stopped by elaunch ({word})" if worker["state"] == "STOPPED" else f": {word}"
-        else:
-            lives = _agent_lives(run)
-    then = f"if a round follows, `elaunch debug {name} --rank {rank}` looks at its process there"
     click.echo(
-        f"elaunch: rank {rank}, pid {pid}, has ended{how}; `elaunch status {name}` tells more; "
-        + (then if lives else "its agent is gone, too"),
+        f"elaunch: rank {rank}, pid {pid}, has ended; `elaunch status {run_id_of(run)}` tells more",
         err=True,
     )
     return ENDED
-
-
-def _agent_lives(run: RunDir) -> bool:
-    """Return whether the agent is still there after LOOK_S."""
-    from elaunch.wire.local import is_readable
-
-    try:
-        agent = os.pidfd_open(run.read_state()["agent"]["pid"])
-    except ProcessLookupError:
-        return False
-    try:
-        return not is_readable(agent, LOOK_S)
-    finally:
-        os.close(agent)
 
 
 def _show_wait(run: RunDir, rank: int, pid: int) -> None:

@@ -74,24 +74,8 @@ def listing(target: Target, environ: Mapping[str, str]) -> Listing:
 
 
 def choose(there: Listing, names: Sequence[str]) -> list[ListedCheckpoint]:
-    """Return the entries that these names mean, each once.
-
-    Raises:
-        UsageError: a name that nothing has, or several, or two names of one checkpoint.
-    """
-    chosen: dict[str, str] = {}
-    entries = []
-    for name in names:
-        entry = pick(there, name)
-        if entry.name in chosen:
-            raise UsageError(
-                f"{chosen[entry.name]!r} and {name!r} are the same checkpoint, {entry.name}"
-                if chosen[entry.name] != name
-                else f"{name!r} is given twice"
-            )
-        chosen[entry.name] = name
-        entries.append(entry)
-    return entries
+    """Return the entries that these names mean, each once; UsageError names what is not there."""
+    return list({entry.name: entry for entry in (pick(there, name) for name in names)}.values())
 
 
 def pick(there: Listing, name: str) -> ListedCheckpoint:

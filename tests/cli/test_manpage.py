@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -28,13 +27,3 @@ def test_all_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["groff", "-man", "-Tascii", "-ww", "-z"]
         done = subprocess.run(argv, input=page, capture_output=True, text=True, check=True)
         assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_it_is_the_same_without_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
-    """``python -OO`` removes what click takes the help of every command from."""
-    assert execute(["man"]) == 0
-    page = capsys.readouterr().out
-    argv = [sys.executable, "-OO", "-m", "elaunch", "man"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == page
