@@ -225,7 +225,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
 
 def _place_among_nodes(record: Record) -> Iterator[tuple[str, str]]:
     """Yield where this machine stands in a job of several; nothing for a job of one node."""
-    # Optional fields: a record of one node, or of an earlier version, has none of them.
+    # Optional fields: a record of one node has none of them.
     nodes = record.get("nodes")
     if not nodes:
         return
@@ -466,7 +466,6 @@ def _saves(saves: SavesRecord, standing: Standing) -> Iterator[str]:
     if saves["step"] is not None and saves["committed_at"] is not None:
         age = duration(max(0.0, standing.taken_at - saves["committed_at"]))
         yield f"step {saves['step']} committed {age} ago, in {duration(saves['seconds'])}"
-        if commits := saves.get("commits"):
-            yield f"{commits} in all"
+        yield f"{saves['commits']} in all"
     if saves["saving"] is not None:
         yield f"step {saves['saving']} is being written" if standing.live else "one was unfinished"

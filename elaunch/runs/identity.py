@@ -12,11 +12,6 @@ from typing import Final, Literal, TypedDict
 
 from elaunch import proc
 from elaunch.errors import RunDirError
-from elaunch.proc import Process
-
-# Without a recorded tick a process is recognised by its time of creation, and that moves with every
-# correction of the wall clock.
-CREATE_TIME_TOLERANCE_S: Final = 5.0
 
 Condition = Literal["alive", "stopped", "gone", "rebooted", "elsewhere"]
 SUSPENDED: Final = (
@@ -25,16 +20,13 @@ SUSPENDED: Final = (
 )
 
 
-class _AgentRequired(TypedDict):
+class AgentRecord(TypedDict):
+    """The agent of the run; boot, pid namespace and tick tell it from other processes."""
+
     pid: int
     create_time: float
     host: str
     user: str
-
-
-class AgentRecord(_AgentRequired, total=False):
-    """The agent of the run; the optional fields make the identity exact (:func:`this_agent`)."""
-
     start_ticks: int
     boot_id: str
     pid_ns: str
@@ -90,21 +82,15 @@ def condition(agent: AgentRecord) -> Condition:
     """
     if agent["host"] != os.uname().nodename:
         return "elsewhere"
-    if agent.get("boot_id", proc.boot_id()) != proc.boot_id():
+    if agent["boot_id"] != proc.boot_id():
         return "rebooted"
-    if agent.get("pid_ns", proc.pid_namespace()) != proc.pid_namespace():
+    if agent["pid_ns"] != proc.pid_namespace():
         return "elsewhere"
     process = proc.read_process(agent["pid"])
-    if process is None or not process.living or not _same_start(agent, process):
+    if process is None or not process.living or process.start != agent["start_ticks"]:
         return "gone"
     rests = process.state in "Tt" or proc.is_frozen(process.pid)
     return "stopped" if rests else "alive"
-
-
-def _same_start(agent: AgentRecord, process: Process) -> bool:
-    if "start_ticks" in agent:
-        return agent["start_ticks"] == process.start
-    return abs(proc.create_time(process) - agent["create_time"]) <= CREATE_TIME_TOLERANCE_S
 
 
 def note_start(worker: WorkerRecord, pid: int, at: float) -> None:
@@ -117,13 +103,7 @@ def note_start(worker: WorkerRecord, pid: int, at: float) -> None:
 def worker_is_alive(worker: WorkerRecord) -> bool:
     """Tell whether the recorded worker's process still runs on this machine."""
     process = proc.read_process(worker["pid"]) if worker["pid"] else None
-    if process is None or not process.living:
-        return False
-    if "start_ticks" in worker:
-        return worker["start_ticks"] == process.start
-    # Another process that was given the pid later began later.
-    started_at = worker["started_at"]
-    return started_at is None or proc.create_time(process) <= started_at + CREATE_TIME_TOLERANCE_S
+    return process is not None and process.living and process.start == worker.get("start_ticks")
 
 
 def agent_of(pid: int) -> AgentRecord:

@@ -99,7 +99,7 @@ def _recorded(record: Record) -> Iterator[Sample]:
     saves = record.get("saves")
     if saves is not None and saves["step"] is not None:
         yield "elaunch_run_checkpoint_step", {}, saves["step"]
-    if saves is not None and "commits" in saves:
+    if saves is not None:
         yield "elaunch_run_checkpoint_commits", {}, saves["commits"]
     timing = record.get("timing")
     if timing is not None:

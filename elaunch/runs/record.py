@@ -118,16 +118,7 @@ class RankLatenessRecord(TypedDict):
     behind_s: float
 
 
-class _LatenessRequired(TypedDict):
-    collectives: int
-    until: float
-    seconds: float
-    held: float
-    slow: int | None
-    ranks: list[RankLatenessRecord]
-
-
-class LatenessRecord(_LatenessRequired, total=False):
+class LatenessRecord(TypedDict):
     """Which rank of this node comes last to the collectives, those first that do most often.
 
     ``collectives`` are counted, which began in the ``seconds`` before ``until``; for the share
@@ -135,6 +126,12 @@ class LatenessRecord(_LatenessRequired, total=False):
     what was measured that may be the reason, or "".
     """
 
+    collectives: int
+    until: float
+    seconds: float
+    held: float
+    slow: int | None
+    ranks: list[RankLatenessRecord]
     why: str
 
 
@@ -145,15 +142,7 @@ class AwaitedRecord(TypedDict):
     text: str
 
 
-class _SavesRequired(TypedDict):
-    step: int | None
-    committed_at: float | None
-    seconds: float
-    saving: int | None
-    problem: str
-
-
-class SavesRecord(_SavesRequired, total=False):
+class SavesRecord(TypedDict):
     """The saves of a run; there once a worker has used its checkpoints.
 
     ``step`` and ``committed_at`` are of the newest that was committed, ``seconds`` how long that
@@ -162,6 +151,11 @@ class SavesRecord(_SavesRequired, total=False):
     what was committed, by the agent and by the ranks themselves.
     """
 
+    step: int | None
+    committed_at: float | None
+    seconds: float
+    saving: int | None
+    problem: str
     commits: int
 
 
@@ -196,7 +190,6 @@ class TimingRecord(TypedDict):
     ``wall_s``. ``reports`` is what the script shows of itself: ``steps``, ``context`` (it calls
     ``elaunch.init()``) or ``nothing``. ``step_s``: of a step, without waits and saves.
     ``spare_threads``: CPUs for each worker, where each has one thread by default; else 0.
-    ``loaders`` is not in a record of an earlier version.
     """
 
     slots: int

@@ -117,8 +117,8 @@ def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
     """Yield names and values: goodput, recoveries, slowest rank, advice; nothing if none is known.
 
     What a record that is not ``current`` does not have may have come since: nothing is said of it.
-    A record of an earlier version, or of a run without an agent, has no timing. That of all nodes,
-    at the end of a job, takes the place of this node's own.
+    A record of a run without an agent has no timing. That of all nodes, at the end of a job, takes
+    the place of this node's own.
     """
     timing, job, lateness = record.get("timing"), record.get("job_timing"), record.get("lateness")
     if timing is None or not timing["slots"] or timing["wall_s"] <= 0:
@@ -161,8 +161,8 @@ def late_rank(found: LatenessRecord) -> LateRecord | None:
 def last_rank(found: LatenessRecord) -> LateRecord:
     """Return the rank of a node that comes last most often."""
     first = found["ranks"][0]
-    rest = {key: found[key] for key in ("collectives", "held", "seconds")}
-    return cast("LateRecord", {**first, **rest, "host": "", "why": found.get("why", "")})
+    rest = {key: found[key] for key in ("collectives", "held", "seconds", "why")}
+    return cast("LateRecord", {**first, **rest, "host": ""})
 
 
 def late_text(late: LateRecord) -> str:
@@ -302,7 +302,7 @@ def _advice_on_failure(record: Record, timing: TimingRecord) -> str:
 def _advice_on_saves(record: Record, timing: TimingRecord) -> str:
     """Return how often to save, where the interval is far from that and it costs something."""
     saves, seconds, failures = record.get("saves"), timing["seconds"], timing["failures"]
-    commits = 0 if saves is None else saves.get("commits", 0)
+    commits = 0 if saves is None else saves["commits"]
     if not commits:
         if failures and record["checkpoint_dir"] is None:
             failed = count(failures, "failure")
@@ -332,7 +332,7 @@ def _advice_on_threads(timing: TimingRecord) -> str:
 
 def _advice_on_loaders(timing: TimingRecord) -> str:
     """Return a number of DataLoader processes, where those that there are compute all the time."""
-    found = timing.get("loaders")
+    found = timing["loaders"]
     if found is None or found["busy"] < BUSY or found["seconds"] < WATCHED_S:
         return ""
     processes = found["processes"]

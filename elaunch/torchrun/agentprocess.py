@@ -234,11 +234,8 @@ def _record(process: proc.Process) -> Record | None:
     host, boot = os.uname().nodename, proc.boot_id()
     for record in (found for _, found in directory.records(os.environ) if found is not None):
         agent = record["agent"]
-        if (
-            (agent["pid"], agent["host"]) == (process.pid, host)
-            and agent.get("start_ticks", process.start) == process.start
-            and agent.get("boot_id", boot) == boot
-        ):
+        named = (agent["pid"], agent["start_ticks"], agent["host"], agent["boot_id"])
+        if named == (process.pid, process.start, host, boot):
             return record
     return None
 

@@ -141,8 +141,8 @@ class Tracking:
                 record = self._run.read_state()
                 if self._saved_before is None:
                     known = record.get("saves")
-                    self._saved_before = 0 if known is None else known.get("commits", 0)
-                commits = self._saved_before + saves.get("commits", 0)
+                    self._saved_before = 0 if known is None else known["commits"]
+                commits = self._saved_before + saves["commits"]
                 record["saves"] = {**saves, "commits": commits}
                 self._run.write_state(record)
         except (RunDirError, OSError) as problem:

@@ -147,7 +147,8 @@ def test_a_live_run_shows_who_stands_still(app: App, play: Play) -> None:
     near = {**worker, "rank": 1, "step": 40, "doing": "all_reduce #61", "silent_s": 45.0}
     last = {**worker, "rank": 2, "step": 50, "doing": "", "silent_s": 1.0}
     progress = {"source": "script", "limit_s": 60.0, "learning": False}
-    saves = {"step": None, "committed_at": None, "seconds": 0.0, "saving": None, "problem": "full"}
+    saves = {"step": None, "committed_at": None, "seconds": 0.0, "saving": None}
+    saves |= {"problem": "full", "commits": 0}
     agent = play(3, progress={**progress, "workers": [far, near, last]}, saves=saves)
     shown = ask(app, "/api/run", run=agent.run.path.name).json
     titles = [(item["level"], item["title"]) for item in shown["attention"]]

@@ -20,7 +20,8 @@ from typing import Any
 
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.runs.directory import RunDir, create
-from elaunch.runs.identity import this_agent
+from elaunch.runs.identity import WorkerRecord, note_start, this_agent
+from elaunch.runs.record import new_worker
 
 WORKER = "import sys; sys.stdin.read()"
 _PR_SET_PDEATHSIG = 1
@@ -40,6 +41,14 @@ def start_workers(count: int) -> list[subprocess.Popen[bytes]]:
         )
         for _ in range(count)
     ]
+
+
+def started(rank: int, pid: int, now: float) -> WorkerRecord:
+    """Return the record of a worker that has started."""
+    worker = new_worker(rank, rank)
+    worker["state"] = "RUNNING"
+    note_start(worker, pid, now)
+    return worker
 
 
 def new_record(run: RunDir, run_id: str, pids: list[int]) -> dict[str, Any]:
@@ -64,19 +73,7 @@ def new_record(run: RunDir, run_id: str, pids: list[int]) -> dict[str, Any]:
         "cwd": os.getcwd(),
         "start_method": "forkserver",
         "interpreter": sys.executable,
-        "workers": [
-            {
-                "rank": rank,
-                "local_rank": rank,
-                "pid": pid,
-                "state": "RUNNING",
-                "exit": None,
-                "exit_code": None,
-                "started_at": now,
-                "ended_at": None,
-            }
-            for rank, pid in enumerate(pids)
-        ],
+        "workers": [started(rank, pid, now) for rank, pid in enumerate(pids)],
         "checkpoint_dir": None,
         "checkpoint_glob": None,
         "checkpoint": None,

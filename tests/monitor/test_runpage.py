@@ -47,7 +47,7 @@ def viewed(
     run = RunDir(path)
     changes = {"started_at": NOW - 192, "reason": None} | changes
     record = cast("Record", new_record(run, "train-3fa2c1", [101, 102]) | changes)
-    record["agent"] = {"pid": 99, "create_time": NOW, "host": "node0", "user": "ada"}
+    record["agent"] |= {"pid": 99, "host": "node0", "user": "ada"}
     standing = Standing(run, record, state, record["reason"], agent, NOW)
     used = Usage(98.7, 612 << 20, 9, 150.0, 1288 << 20)
     live = used if standing.live else None
@@ -72,6 +72,7 @@ def test_the_rank_that_comes_last(tmp_path: Path) -> None:
         "held": 0.21,
         "slow": 2,
         "ranks": [{"rank": 2, "last": 46, "behind_s": 0.021}],
+        "why": "",
     }
     told = (
         "rank 2 is last in 46 of 60 collectives, 21 ms behind; ranks wait for the last 21 % of 12 s"
@@ -257,21 +258,27 @@ def test_which_source_is_in_use(
     assert f"  progress    {text}\n" in page
 
 
-SAVES = {"step": None, "committed_at": None, "seconds": 0.0, "saving": None, "problem": ""}
-DONE = {"step": 120, "committed_at": NOW - 12.0, "seconds": 0.84}
+SAVES = {
+    "step": None,
+    "committed_at": None,
+    "seconds": 0.0,
+    "saving": None,
+    "problem": "",
+    "commits": 0,
+}
+DONE = {"step": 120, "committed_at": NOW - 12.0, "seconds": 0.84, "commits": 9}
 
 
 @pytest.mark.parametrize(
     ("state", "saves", "texts"),
     [
         ("RUNNING", {}, ["none yet"]),
-        ("RUNNING", DONE, ["step 120 committed 12 s ago, in 0.84 s"]),
+        ("RUNNING", DONE, ["step 120 committed 12 s ago, in 0.84 s, 9 in all"]),
         (
             "RUNNING",
             DONE | {"saving": 130},
-            ["step 120 committed 12 s ago, in 0.84 s, step 130 is being written"],
+            ["step 120 committed 12 s ago, in 0.84 s, 9 in all, step 130 is being written"],
         ),
-        ("RUNNING", DONE | {"commits": 9}, ["step 120 committed 12 s ago, in 0.84 s, 9 in all"]),
         ("LOST", {"saving": 130}, ["one was unfinished"]),
         ("RUNNING", {"problem": "rank 1: it is full"}, ["none yet", "rank 1: it is full"]),
     ],

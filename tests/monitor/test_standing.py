@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from elaunch.monitor import standing as standing_module
 from elaunch.monitor.standing import overview, read_standing
 from elaunch.runs.directory import create
-from elaunch.runs.identity import condition, worker_is_alive
+from elaunch.runs.identity import condition, note_start, worker_is_alive
+from elaunch.runs.record import new_worker
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
@@ -59,16 +59,8 @@ def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
     with subprocess.Popen(
         [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
     ) as survivor:
-        worker: dict[str, Any] = {
-            "rank": 3,
-            "local_rank": 1,
-            "pid": survivor.pid,
-            "state": "RUNNING",
-            "exit": None,
-            "exit_code": None,
-            "started_at": time.time(),
-            "ended_at": None,
-        }
+        worker = new_worker(3, 1)
+        note_start(worker, survivor.pid, time.time())
         agent.write(workers=[worker])
         agent.kill()
         standing = read_standing(agent.run)
@@ -149,11 +141,6 @@ def test_a_pid_that_went_to_a_stranger_is_not_the_agent(play: Play) -> None:
     record = agent.record()
     agent.kill()
     record["agent"] = {**record["agent"], "pid": os.getpid()}
-    agent.run.write_state(record)
-    assert read_standing(agent.run).state == "LOST"
-    for optional in ("start_ticks", "boot_id", "pid_ns"):
-        record["agent"].pop(optional)
-    record["agent"]["create_time"] -= 3600
     agent.run.write_state(record)
     assert read_standing(agent.run).state == "LOST"
 

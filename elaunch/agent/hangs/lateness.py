@@ -245,6 +245,7 @@ def summary(found: Iterable[LastArrival]) -> LatenessRecord | None:
             }
             for rank in ranks
         ],
+        "why": "",
     }
 
 
