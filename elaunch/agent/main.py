@@ -231,7 +231,7 @@ class _Run:
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (ledger.see, group.see, hangs.see, reporter.see, *plans, decisions.see)
         late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)
-        see_torchs = EventLog(settings, error_file=group.error_file).see
+        see_torchs = EventLog(settings, group.error_file).see
         return reporter.accuse, early, (*late, see_torchs)
 
 

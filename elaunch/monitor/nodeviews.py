@@ -323,11 +323,11 @@ class RemoteWorkers:
         try:
             found = ask(self.run, {"of": "workers", "nodes": nodes}, WORKERS_S)
         except (ElaunchError, OSError) as error:
-            self._problems |= dict.fromkeys(nodes, (now, _known_problem(str(error))))
+            self._problems |= dict.fromkeys(nodes, (now, str(error)))
             return
         for number in nodes:
             answer = found.get(number, {"error": "it is not in the round that runs"})
-            problem = _known_problem(str(answer.get("error", "")))
+            problem = str(answer.get("error", ""))
             if not problem:
                 try:
                     shown = msgspec.convert(answer, _Workers)
@@ -350,10 +350,3 @@ class RemoteWorkers:
         progress = tuple(answer.progress["workers"]) if answer.progress else ()
         age = time.monotonic() - at
         return NodeReading(number, host, workers, progress, age, problem, answer.awaited)
-
-
-def _known_problem(problem: str) -> str:
-    """Return why a node shows no workers; an agent of an earlier version does not know of them."""
-    if any(text in problem for text in ("makes no sense", "'of' is", "does not serve 'view'")):
-        return "its elaunch is older than this: what its ranks do is seen there"
-    return problem

@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TextIO
+from typing import Literal
 
 from elaunch import env
 from elaunch.agent.failure import errorfile
@@ -44,9 +44,7 @@ from elaunch.agent.policy.actions import Finish
 from elaunch.agent.policy.state import State
 from elaunch.agent.policy.turn import Turn
 from elaunch.config import Settings
-from elaunch.errors import UsageError
 
-HANDLERS = ("console", "null", "dynamic_rendezvous")
 EventState = Literal[
     "RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED", "FAILED", "TERMINATED"
 ]
@@ -60,33 +58,16 @@ class EventLog:
 
     Args:
         settings: of the job, with the handler: ``console``, ``null`` or ``dynamic_rendezvous``.
-        stream: where ``console`` writes to; sys.stderr if None.
-        clock: seconds since 1970.
         error_file: returns the path of a worker's error record, by round and local rank; None if it
             wrote none.
-
-    Raises:
-        UsageError: there is no such handler.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.time,
-        *,
-        error_file: Callable[[int, int], str | None] = lambda *_: None,
+        self, settings: Settings, error_file: Callable[[int, int], str | None] = lambda *_: None
     ) -> None:
-        handler = settings.event_log_handler
-        if handler not in HANDLERS:
-            raise UsageError(
-                f"--event-log-handler {handler}: there is no such handler; "
-                f"use one of {', '.join(HANDLERS)}"
-            )
         self._settings = settings
-        self._stream = (stream or sys.stderr) if handler == "console" else None
-        self._clock = clock
-        self._started_at = clock()
+        self._stream = sys.stderr if settings.event_log_handler == "console" else None
+        self._started_at = time.time()
         self._error_file = error_file
         self._place = env.only_node("", 1)
 
@@ -134,7 +115,7 @@ class EventLog:
         """
         if self._stream is None:
             return
-        now = self._clock()
+        now = time.time()
         settings = self._settings
         metadata = {
             "run_id": settings.run_id,

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits
+from elaunch.agent.status import eventlog
 from elaunch.agent.status.eventlog import EventLog
-from elaunch.errors import UsageError
 from tests import warm
 from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.policy.test_nodes import FIRST, seen
@@ -37,11 +36,6 @@ def job(handler: str = "console") -> Any:
     return SimpleNamespace(event_log_handler=handler, **JOB)
 
 
-def clock() -> float:
-    """Return a fixed time."""
-    return 1_700_000_000.5
-
-
 def show(log: EventLog, limits: Limits, *history: events.Event) -> None:
     """Show a log the turns of a history."""
     played = Played(limits)
@@ -50,17 +44,16 @@ def show(log: EventLog, limits: Limits, *history: events.Event) -> None:
             log.see(taken)
 
 
-def written(stream: io.StringIO) -> list[dict[str, Any]]:
+def written(text: str) -> list[dict[str, Any]]:
     """Return the metadata of what was written."""
-    return [json.loads(line)["metadata"] for line in stream.getvalue().splitlines()]
+    return [json.loads(line)["metadata"] for line in text.splitlines()]
 
 
-def test_the_events_of_a_round() -> None:
+def test_the_events_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
     """Who failed, who was stopped, and the agent's own."""
-    stream = io.StringIO()
     ends = (exited(1, 7), exited(0, -15, stopped=True), gone())
-    show(EventLog(job(), stream), Limits(2), READY, started(0), started(1), *ends)
-    found = [(each["state"], each["global_rank"]) for each in written(stream)]
+    show(EventLog(job()), Limits(2), READY, started(0), started(1), *ends)
+    found = [(each["state"], each["global_rank"]) for each in written(capsys.readouterr().err)]
     assert found == [
         ("RENDEZVOUS", None),
         ("START", 0),
@@ -71,37 +64,36 @@ def test_the_events_of_a_round() -> None:
     ]
 
 
-def test_ranks_on_the_second_node() -> None:
+def test_ranks_on_the_second_node(capsys: pytest.CaptureFixture[str]) -> None:
     """They follow from the plan."""
-    stream = io.StringIO()
     history = (READY, seen(FIRST), started(1))
-    show(EventLog(job(), stream), Limits(2, meets=True), *history)
-    (_, start) = written(stream)
+    show(EventLog(job()), Limits(2, meets=True), *history)
+    (_, start) = written(capsys.readouterr().err)
     inner = json.loads(start["metadata"])
     assert (start["global_rank"], start["worker_id"]) == (4, "1")
     assert (inner["role_rank"], inner["role_world_size"]) == ([4], [5])
 
 
 @pytest.mark.slow
-def test_lines_are_torch_events() -> None:
+def test_lines_are_torch_events(capsys: pytest.CaptureFixture[str]) -> None:
     """torch reads them, and would write them letter by letter."""
-    stream = io.StringIO()
-    log = EventLog(job(), stream, clock)
+    log = EventLog(job())
     log.record("RENDEZVOUS", duration_ms=1.5)
     log.record("START", WORKER)
     log.record("FAILED", WORKER, restarts=2, raw_error='{"message": "boom"}')
-    done = warm.run([sys.executable, "-c", TORCH], text=stream.getvalue())
-    assert done.stdout == stream.getvalue(), done.stderr
+    lines = capsys.readouterr().err
+    done = warm.run([sys.executable, "-c", TORCH], text=lines)
+    assert done.stdout == lines, done.stderr
     assert done.stdout.count("\n") == 3
 
 
-def test_fields() -> None:
+def test_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the true time."""
-    stream = io.StringIO()
-    times: Iterator[float] = iter([1_700_000_000.0, 1_700_000_042.25])
-    log = EventLog(job(), stream, lambda: next(times))
+    times = iter([1_700_000_000.0, 1_700_000_042.25])
+    monkeypatch.setattr(eventlog, "time", SimpleNamespace(time=lambda: next(times)))
+    log = EventLog(job())
     log.record("FAILED", WORKER, restarts=2, raw_error="boom")
-    event = json.loads(stream.getvalue())
+    event = json.loads(capsys.readouterr().err)
     metadata = event.pop("metadata")
     inner = json.loads(metadata.pop("metadata"))
     assert event == {
@@ -134,11 +126,10 @@ def test_fields() -> None:
     }
 
 
-def test_events_of_the_agent() -> None:
+def test_events_of_the_agent(capsys: pytest.CaptureFixture[str]) -> None:
     """They carry no rank."""
-    stream = io.StringIO()
-    EventLog(job(), stream, clock).record("SUCCEEDED")
-    event = json.loads(stream.getvalue())
+    EventLog(job()).record("SUCCEEDED")
+    event = json.loads(capsys.readouterr().err)
     assert event["source"] == "AGENT"
     assert event["metadata"]["global_rank"] is event["metadata"]["worker_id"] is None
     assert json.loads(event["metadata"]["metadata"]) == {
@@ -150,9 +141,8 @@ def test_events_of_the_agent() -> None:
 @pytest.mark.parametrize("handler", ["null", "dynamic_rendezvous"])
 def test_silent_handlers(handler: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing anywhere."""
-    stream = io.StringIO()
-    EventLog(job(handler), stream).record("START", WORKER)
-    assert (stream.getvalue(), *capsys.readouterr()) == ("", "", "")
+    EventLog(job(handler)).record("START", WORKER)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_console_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,16 +152,11 @@ def test_console_is_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == "" and json.loads(err)["metadata"]["state"] == "START"
 
 
-def test_unknown_handler() -> None:
-    """Names what there is."""
-    with pytest.raises(UsageError, match=r"--event-log-handler scuba.*console, null"):
-        EventLog(job("scuba"))
-
-
-def test_a_closed_stderr_is_survived() -> None:
+def test_a_closed_stderr_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events are not worth an agent."""
     stream = io.StringIO()
-    log = EventLog(job(), stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    log = EventLog(job())
     stream.close()
     log.record("START", WORKER)
     log.record("SUCCEEDED")

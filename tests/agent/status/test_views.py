@@ -159,7 +159,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         assert (seen.node, seen.host, seen.note) == (1, "h1", "")
         (shown,) = seen.workers
         assert shown.record == worker and shown.usage is not None and shown.usage.rss > 1 << 20
-        assert "its elaunch is older" in old.note and "its elaunch is older" in older.note
+        assert "does not serve 'view'" in old.note and "makes no sense" in older.note
         next_round: Any = {**record, "round": 4}
         (later, *_) = read(next_round, ())
         assert not later.workers and not later.note
