@@ -28,7 +28,7 @@ from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
-from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.policy.events import HangSeen, StacksTaken
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
@@ -45,26 +45,22 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class Hang(Struct, frozen=True):
-    """A hang as it is reported; ``at`` in seconds since 1970, the rest as in events.HangSeen."""
+    """A hang as it is reported: what was seen, ``at`` in seconds since 1970, and the stacks."""
 
-    ranks: tuple[int, ...]
-    reason: str
-    source: str
+    seen: HangSeen
     at: float
-    last: tuple[str, ...] = ()
-    groups: tuple[StackGroup, ...] = ()
-    problems: tuple[tuple[tuple[int, ...], str], ...] = ()
+    stacks: StacksTaken
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""
         return {
-            "ranks": list(self.ranks),
-            "reason": self.reason,
-            "source": self.source,
+            "ranks": list(self.seen.ranks),
+            "reason": self.seen.reason,
+            "source": self.seen.source,
             "at": self.at,
-            "last": list(self.last),
-            "stacks": [group.to_dict() for group in self.groups],
-            "no_stacks": [{"ranks": list(r), "problem": text} for r, text in self.problems],
+            "last": list(self.seen.last),
+            "stacks": [group.to_dict() for group in self.stacks.groups],
+            "no_stacks": [{"ranks": list(r), "problem": text} for r, text in self.stacks.problems],
         }
 
 
@@ -201,7 +197,7 @@ class FailureReport(Struct, frozen=True):
     def headline(self) -> str:
         """The rank that is to blame and what it failed with, in one sentence."""
         if self.hang is not None:
-            return one_line(self.hang.reason)
+            return one_line(self.hang.seen.reason)
         said = self.culprit.sentence if self.culprit else ""
         return shortened(one_line(said or failed(self.likelier or self.first)), MAX_HEADLINE)
 
@@ -218,7 +214,7 @@ class FailureReport(Struct, frozen=True):
         guilty = self.likelier or self.first
         end, told = guilty.exit.word, guilty.message
         if self.hang is not None:
-            end, told = "hang", self.hang.reason
+            end, told = "hang", self.hang.seen.reason
         return one_line(f"{self.code} {end} {_NUMBER.sub('#', told)}")[:MAX_SIGNATURE]
 
     @property
@@ -318,7 +314,7 @@ def failed(failure: Failure) -> str:
 def summary(report: FailureReport) -> str:
     """Return one line like ``rank 1 exited with code 7``, for the log and as a restart's reason."""
     if report.hang is not None:
-        return report.hang.reason
+        return report.hang.seen.reason
     return report.first.exit.text
 
 

@@ -200,14 +200,14 @@ def _log(failure: Failure) -> Iterator[str]:
 
 def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     """Yield who stands still, for how long, and what all were doing."""
-    named = report.culprit.ranks if report.culprit and report.culprit.ranks else hang.ranks
+    named = report.culprit.ranks if report.culprit and report.culprit.ranks else hang.seen.ranks
     everyone = (report.first, *report.victims, *report.stopped)
     guilty = next((each for each in everyone if (each.exit.rank,) == named), None)
-    yield from _wrap(hang.reason)
+    yield from _wrap(hang.seen.reason)
     who = "seen "
     if guilty:
         who = f"local_rank {guilty.exit.local_rank}, pid {guilty.exit.pid}, "
-    yield f"({who}on host {report.host}, {when}; known by {source_text(hang.source)})"
+    yield f"({who}on host {report.host}, {when}; known by {source_text(hang.seen.source)})"
     yield f"(elaunch explain {report.code})"
     if guilty and guilty.message:
         yield "The last exception in its stderr:"
@@ -308,7 +308,7 @@ def _block(number: int, failure: Failure, report: FailureReport) -> str:
     time = datetime.fromtimestamp(int(failure.at)).isoformat(sep="_")
     text = _table_text(failure)
     if report.hang is not None and failure is report.first:
-        text = f"{report.hang.reason} (stopped by elaunch)"
+        text = f"{report.hang.seen.reason} (stopped by elaunch)"
     elif failure.stopped:
         text = f"{text} (stopped by elaunch)"
     # The space after the pid's bracket is torch's, with a signal's name after it or without.
@@ -346,8 +346,8 @@ def _table_text(failure: Failure) -> str:
 
 def hang_lines(hang: Hang) -> Iterator[str]:
     """Yield what the text of a report says of a hang, below the line that names it."""
-    yield from _last_lines(hang.last)
-    yield from _stack_lines(hang.groups, hang.problems)
+    yield from _last_lines(hang.seen.last)
+    yield from _stack_lines(hang.stacks.groups, hang.stacks.problems)
 
 
 def stacks_lines(taken: events.StacksTaken) -> Iterator[str]:

@@ -222,9 +222,8 @@ class Reporter:
         return replace(made, culprit=self._culprit(state, made))
 
     def _culprit(self, state: State, made: ends.FailureReport) -> Culprit | None:
-        hang = state.hang
-        if hang is not None and made.hang is not None:
-            return culprit.of_hang(made, hang)
+        if made.hang is not None:
+            return culprit.of_hang(made, made.hang.seen)
         size, first = state.limits.nproc, state.first_rank
         ended = {first + local_rank for local_rank in self._ended}
         if state.limits.meets and state.plan is not None:
@@ -282,13 +281,5 @@ def _first(state: State) -> int:
 def _hang(state: State) -> ends.Hang | None:
     if state.hang is None or not state.hung:
         return None
-    taken = state.stacks
-    return ends.Hang(
-        ranks=state.hang.ranks,
-        reason=state.hang.reason,
-        source=state.hang.source,
-        at=wall_time(state.hang.at),
-        last=state.hang.last,
-        groups=() if taken is None else taken.groups,
-        problems=() if taken is None else taken.problems,
-    )
+    stacks = state.stacks or events.StacksTaken(state.round)
+    return ends.Hang(state.hang, wall_time(state.hang.at), stacks)

@@ -6,4 +6,4 @@ the history of that. ``stacks`` asks every worker where it is before the round i
 looks at one for longer.
 """
 
-__all__ = ["collectives", "elsewhere", "progress", "scene", "stackdump", "stacks", "watch"]
+__all__ = ["collectives", "elsewhere", "judge", "progress", "scene", "stackdump", "stacks", "watch"]

@@ -197,11 +197,12 @@ def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None
 
 
 class HangVerdict(Struct, frozen=True):
-    """A hang: ``ranks`` are behind; they are all ranks where none is ``named``.
+    """A hang: ``ranks`` are behind, for ``reason``; ``source`` is what showed it.
 
-    ``culprit`` is what their collectives show of that, with which the reason begins. ``patience``:
-    so many seconds somebody has to wait for it, where it is known by the collectives. ``idle``: for
-    so long nothing of them was seen.
+    ``named``: they are accused; else they are all ranks, and those that are ``leaving`` may be
+    guilty. ``culprit`` is what their collectives show of that, with which the reason begins, or "".
+    ``patience``: so many seconds somebody has to wait for it, where it is known by the collectives.
+    ``idle``: for so many seconds nothing of them was seen.
     """
 
     ranks: tuple[int, ...]

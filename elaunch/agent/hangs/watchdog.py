@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
+from msgspec.structs import asdict
+
 from elaunch.agent.hangs.judge import (
     LEAST,
     LENIENT,
@@ -136,7 +138,8 @@ class Watchdog:
                 if round_number != self._round:
                     return
                 self._told = True
-            self._post(_event(round_number, found, self.last_words()))
+            now, last = time.monotonic(), self.last_words()
+            self._post(events.HangSeen(**asdict(found), round=round_number, at=now, last=last))
         self._note_silence()
 
     def _note_silence(self) -> None:
@@ -179,18 +182,3 @@ class Watchdog:
         """Return lines about what each rank reported last, if the script reports anything."""
         with self._lock:
             return last_words(self._history)
-
-
-def _event(round_number: int, found: HangVerdict, last: tuple[str, ...]) -> events.HangSeen:
-    return events.HangSeen(
-        round=round_number,
-        ranks=found.ranks,
-        reason=found.reason,
-        source=found.source,
-        at=time.monotonic(),
-        last=last,
-        culprit=found.culprit,
-        idle=found.idle,
-        named=found.named,
-        leaving=found.leaving,
-    )

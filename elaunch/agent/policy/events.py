@@ -50,6 +50,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from elaunch.agent.hangs.judge import HangVerdict
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
 from elaunch.endings import Exit as Exit
@@ -236,27 +237,17 @@ class RestartAsked:
     at: float = 0.0
 
 
-class HangSeen(Struct, frozen=True):
-    """The workers ``ranks`` of ``round`` hang, for ``reason``; ``source`` is what showed it.
+class HangSeen(HangVerdict, frozen=True, kw_only=True):
+    """Workers of ``round`` hang.
 
     ``at`` is when that was found, in monotonic seconds; ``last`` are lines about what each rank
-    reported last; ``pid`` is that of the first of ``ranks``. ``culprit`` is what their collectives
-    show, with which the reason begins, or "". ``idle``: for so many seconds nothing of them was
-    seen. ``named``: they are accused; else they are all ranks, and those that are ``leaving`` may
-    be guilty.
+    reported last; ``pid`` is that of the first of the ranks that hang.
     """
 
     round: int
-    ranks: tuple[int, ...]
-    reason: str
-    source: str
     at: float = 0.0
     last: tuple[str, ...] = ()
     pid: int = 0
-    culprit: str = ""
-    idle: float = 0.0
-    named: bool = True
-    leaving: tuple[int, ...] = ()
 
 
 class StacksTaken(Struct, frozen=True):

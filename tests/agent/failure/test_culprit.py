@@ -89,7 +89,8 @@ def test_a_rank_that_has_raised_and_never_ends() -> None:
         end(1, -15, LOST, stopped=True),
         end(2, -15, OWN, stopped=True),
     ]
-    hang = HangSeen(0, (0, 1, 2), "", "collectives", culprit="so", named=False, leaving=(0, 1, 2))
+    everyone = (0, 1, 2)
+    hang = HangSeen(everyone, "", "collectives", False, "so", leaving=everyone, round=0)
     assert of_hang(made(*ends), hang) == Culprit((2,), "so")
     assert of_hang(made(*ends), replace(hang, leaving=(0, 1))) == Culprit((), "so")
     assert of_hang(made(*ends), replace(hang, ranks=(1,), named=True)) == Culprit((1,), "so")

@@ -17,6 +17,7 @@ from elaunch.agent.failure.report import (
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.policy.events import HangSeen, StacksTaken
 from tests.agent.histories import changed, left
 
 TRACEBACK = (
@@ -179,12 +180,15 @@ def test_the_launchers_own_error_file(tmp_path: Path) -> None:
     assert not write_launcher_file(make(FIRST), {})
 
 
-HANG = Hang(
-    ranks=(1,),
-    reason="rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
-    source="script",
-    at=17e8 + 75.2,
+SEEN = HangSeen(
+    (1,),
+    "rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
+    "script",
+    round=0,
     last=("rank 0: step 42, silent for 60 s", "rank 1: step 41, silent for 61 s"),
+)
+STACKS = StacksTaken(
+    0,
     groups=(
         StackGroup((1,), ('File "d.py", line 8 in read', 'File "t.py", line 3 in step')),
         StackGroup(
@@ -193,6 +197,7 @@ HANG = Hang(
     ),
     problems=(((4,), "the process is stopped by a signal"),),
 )
+HANG = Hang(SEEN, 17e8 + 75.2, STACKS)
 
 
 def hung(hang: Hang = HANG) -> FailureReport:
@@ -290,9 +295,9 @@ def test_a_hang_in_the_table_and_in_json() -> None:
     made = hung()
     assert made.exit_code == 77
     root = render(made).partition("Root Cause")[2]
-    assert f"traceback : {HANG.reason} (stopped by elaunch)" in root
+    assert f"traceback : {SEEN.reason} (stopped by elaunch)" in root
     found = json.loads(json.dumps(made.to_dict()))
-    assert (found["exit_code"], found["summary"]) == (77, HANG.reason)
+    assert (found["exit_code"], found["summary"]) == (77, SEEN.reason)
     assert found["seconds_into_round"] == pytest.approx(75.2)
     assert found["hang"]["stacks"][0]["main"][0] == 'File "d.py", line 8 in read'
     assert found["hang"]["no_stacks"] == [
@@ -302,7 +307,8 @@ def test_a_hang_in_the_table_and_in_json() -> None:
 
 def test_a_hang_of_all_without_stacks() -> None:
     """Nobody is accused; what is missing is said."""
-    text = render_cause(hung(replace(HANG, ranks=(0, 1, 2), groups=(), problems=(), last=())))
+    everyone = replace(SEEN, ranks=(0, 1, 2), last=())
+    text = render_cause(hung(Hang(everyone, HANG.at, StacksTaken(0))))
     assert "(seen on host node0, 75.2 s into round 0; known by the script)" in text
     assert "The stacks of the workers could not be taken in time." in text
 
@@ -312,5 +318,5 @@ def test_the_launchers_file_of_a_hang(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     assert write_launcher_file(hung(), {"TORCHELASTIC_ERROR_FILE": str(path)})
     told = json.loads(path.read_text())["message"]
-    assert (told["message"], told["errorCode"]) == (HANG.reason, 77)
+    assert (told["message"], told["errorCode"]) == (SEEN.reason, 77)
     assert "line 8 in read" in told["extraInfo"]["py_callstack"]

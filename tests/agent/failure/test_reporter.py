@@ -187,7 +187,7 @@ def test_of_a_hang_those_are_guilty_that_are_named(
     """Where nobody is, all ranks are of the hang."""
     rig = Rig(tmp_path)
     ranks = (1,) if named else (0, 1)
-    hang = events.HangSeen(0, ranks, "it hangs", "collectives", culprit="so it is", named=named)
+    hang = events.HangSeen(ranks, "it hangs", "collectives", named, "so it is", round=0)
     ends = [exited(rank, -15, stopped=True) for rank in range(2)]
     taken = events.StacksTaken(0)
     rig.show(Limits(2), READY, started(0), started(1), hang, taken, *ends, gone())

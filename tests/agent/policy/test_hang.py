@@ -45,7 +45,7 @@ RUNS = (READY, started(0), started(1))
 
 def hang(round: int = 0, at: float = 61.0) -> events.HangSeen:
     """Return the news of a hang of rank 1."""
-    return events.HangSeen(round, (1,), WHY, "script", at, pid=1001)
+    return events.HangSeen((1,), WHY, "script", round=round, at=at, pid=1001)
 
 
 def taken(round: int = 0) -> events.StacksTaken:

@@ -143,7 +143,7 @@ def test_nodes_that_are_missing_and_a_hang_have_their_class() -> None:
     job.turn(102.0, events.DeadlinePassed(), phase=Phase.MEETING)
     job.turn(112.0, events.DeadlinePassed(), plan=Plan("j", waits="for 1 more node, for 10 s"))
     job.begin(115.0, 0)
-    hang = events.HangSeen(0, (0,), "", "script", at=140.0, idle=20.0)
+    hang = events.HangSeen((0,), "", "script", round=0, at=140.0, idle=20.0)
     job.state = replace(job.state, hang=hang)
     job.turn(141.0, hang, phase=Phase.STOPPING)
     job.turn(143.0, events.TreeGone(0), phase=Phase.FLUSHING)

@@ -25,7 +25,7 @@ from tests.agent.histories import READY, Played, exited, gone, started
 from tests.agent.test_noticecommand import OneByOne
 from tests.launching import wait_until
 
-HANG = events.HangSeen(0, (1,), "rank 1 has not entered all_reduce #3", "collectives")
+HANG = events.HangSeen((1,), "rank 1 has not entered all_reduce #3", "collectives", round=0)
 ENDS = [exited(0, 0), exited(1, 0), gone()]
 
 
