@@ -10,7 +10,6 @@ heartbeat_timeout (heartbeat)   seconds after which a silent node is dead
 keep_alive_interval,            their product is heartbeat_timeout where that is not given
 keep_alive_max_attempt
 store_timeout                   seconds without the store after which an agent ends
-read_timeout                    seconds for one answer of the store
 is_host                         this node hosts the TCPStore, or does not
 protocol, cacert (ca_cert),     TLS to etcd; certificate and key of this client
 cert (ssl_cert),
@@ -19,9 +18,9 @@ etcd_prefix                     what the keys in etcd begin with
 user, password, password_file   to etcd
 secret_file                     as --rdzv-secret-file
 rank                            node rank of the static backend, without --node-rank
-close_timeout, use_libuv,       torchrun's, without effect
+close_timeout, read_timeout,    torchrun's, without effect
 cas_backoff_max_seconds,
-store_type
+store_type, use_libuv
 ==============================  ====================================================================
 
 An unknown key is an error with the nearest name. A password is never shown, in an error neither,

@@ -64,7 +64,7 @@ MANY_NODES = 128
 pause only, and the store has a third of the heartbeats to bear."""
 _COMMON_KEYS = frozenset(
     "join_timeout settle debounce heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
-    "store_timeout read_timeout secret_file".split()
+    "store_timeout secret_file".split()
 )
 _KEYS: Mapping[str, frozenset[str]] = {
     "c10d": _COMMON_KEYS | {"is_host", "store_type"},
@@ -105,7 +105,6 @@ class RendezvousSettings:
         heartbeat_timeout: after how long a silent node is dead.
         store_timeout: how long an agent goes on without its store.
         connect_timeout: how long the store is tried to be reached at the start.
-        read_timeout: how long one answer of the store is waited for.
         secret: what signs the records: of --rdzv-secret-file, or of mpirun; or None, and agents
             of srun may share a key by MUNGE (elaunch.rendezvous.munge).
         etcd: how to get into etcd; of no meaning for other backends.
@@ -122,7 +121,6 @@ class RendezvousSettings:
     heartbeat_timeout: float = 3.0
     store_timeout: float = 30.0
     connect_timeout: float = 600.0
-    read_timeout: float = 30.0
     on_join: OnJoin = "graceful"
     strict_symmetry: bool = False
     secret: bytes | None = field(default=None, repr=False)
@@ -226,7 +224,6 @@ def _settings(
     if place.backend != "c10d":
         default = rdzvconf.seconds(conf, "timeout", default)
     join_timeout = rdzvconf.seconds(conf, "join_timeout", default)
-    store_timeout = rdzvconf.seconds(conf, "store_timeout", RendezvousSettings.store_timeout)
     etcd = place.backend == "etcd"
     return RendezvousSettings(
         backend=place.backend,
@@ -235,9 +232,8 @@ def _settings(
         settle=rdzvconf.seconds(conf, "settle", RendezvousSettings.settle),
         debounce=rdzvconf.seconds(conf, "debounce", RendezvousSettings.debounce),
         heartbeat_timeout=_heartbeat_timeout(answers, _ETCD_SHORTEST_LEASE if etcd else 0.0),
-        store_timeout=store_timeout,
+        store_timeout=rdzvconf.seconds(conf, "store_timeout", RendezvousSettings.store_timeout),
         connect_timeout=join_timeout,
-        read_timeout=min(rdzvconf.seconds(conf, "read_timeout", 60.0), store_timeout),
         on_join=answers["on-join"],
         strict_symmetry=answers["strict-symmetry"],
         secret=_secret(answers, start),

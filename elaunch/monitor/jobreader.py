@@ -49,7 +49,6 @@ ASKED_AT_ONCE: Final = 32
 FRESH_S: Final = 1.0
 """Seconds for which a reading of the store is new enough to ask a job's agents by."""
 LOOKS: Final = 3
-MEMBERS_LAG_S: Final = 0.3
 # A blocking wait is cut into slices so that Ctrl-C is quick.
 SLICE_S = 0.5
 
@@ -305,11 +304,6 @@ def look(store: Store, secret: bytes | None) -> StoredJob:
     """
     post, leases = _at_one_moment(store)
     plan = _plan(post, secret)
-    if plan and plan.phase != "over" and any(node.name not in leases for node in plan.nodes):
-        # A TCPStore shows newcomers to its readers a moment later than to its coordinator.
-        pause(MEMBERS_LAG_S)
-        post, leases = _at_one_moment(store)
-        plan = _plan(post, secret)
     members: dict[str, PresentAgent] = {}
     refused: dict[str, RecordError] = {}
     for name, lease in leases.items():

@@ -193,7 +193,7 @@ def host(task: Task) -> Store:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((address, int(port)))
     listening.listen(4096)
-    return client.host(listening, task.run_id, timeout=task.patience, agents=task.of)
+    return client.host(listening, task.run_id)
 
 
 def connect(task: Task) -> Store:

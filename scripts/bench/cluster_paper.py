@@ -1,17 +1,17 @@
 """A round of thousands of agents on paper: requests and bytes, from the real records' sizes.
 
-A round that follows a failure is, for each agent: the plan that ends the old one, its own word that
-it has ended, the plan of the new one, its own word that it runs. Between rounds there is nothing
-but heartbeats. What is added up is the very bytes that elaunch sends and gets, without the headers
+A round that follows a failure is, for each agent: the plan that ends the old one, its record that
+it has ended, the plan of the new one, its record that it runs. Between rounds there is nothing but
+heartbeats. What is added up is the very bytes that elaunch sends and gets, without the headers
 of TCP; a frame of gRPC counts with its 14 bytes. Where another node is in the round, each agent
-reads the list of nodes, too.
+reads the list of nodes, too. A request counts with its answer, what is sent unasked by itself.
 
-=========  =====================================  =================================================
-backend    for each agent and plan                for each agent and word of its own
-=========  =====================================  =================================================
-TCPStore   a wait, a read                         a push, a heartbeat; popped by the host
-etcd       an event of its watch                  a transaction; an event of the coordinator's watch
-=========  =====================================  =================================================
+============  ==================================  =================================================
+backend       for each agent and plan             for each agent and record
+============  ==================================  =================================================
+hosted store  the plan, unasked                   a request
+etcd          an event of its watch               a transaction; an event of the coordinator's watch
+============  ==================================  =================================================
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from figures import Sample
 from msgspec.structs import replace
 
 from elaunch.rendezvous import records
+from elaunch.rendezvous.meeting import LONG_SLICE
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 
 TTL = 3.0
@@ -37,8 +38,8 @@ FRAME = 14
 BOOKKEEPING = 92
 """Bytes that HTTP/2 adds to a renewal: four or five window updates, etcd's ping and its answer; as
 seen on a connection, on which there is nothing else."""
-PLANS = WORDS = 2
-"""Plans that each agent reads, and words of its own that it writes, in a round."""
+PLANS = RECORDS = 2
+"""Plans that each agent reads, and records of its own that it writes, in a round."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def cases(options: Options) -> list[Case]:
         Figure("paper-round-requests", "… requests in a round, of all agents", "count"),
         Figure("paper-round-bytes", "… bytes in a round, of all agents", "MB"),
         Figure("paper-changed-bytes", "… the same in a round with other nodes", "MB"),
-        Figure("paper-steady-requests", "… heartbeats and readings, of all agents", "/s"),
+        Figure("paper-steady-requests", "… heartbeats, of all agents", "/s"),
         Figure("paper-steady-bytes", "… bytes of one agent between rounds", "B/s"),
     )
     measure = partial(_measure, options.paper_agents)
@@ -67,14 +68,14 @@ def cases(options: Options) -> list[Case]:
 
 
 def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
-    word = records.encode(replace(record_of(agents - 1), state="ended", round=41), None, "agent")
+    record = records.encode(replace(record_of(agents - 1), state="ended", round=41), None, "agent")
     ending = plan_of(agents)
     nodes = records.encode_nodes(ending.nodes)
     plan = records.encode_plan(ending, None, 1, nodes)
     costs = _tcp if trial.column == C10D else _etcd
-    in_round, steady = costs(agents, word, plan)
+    in_round, steady = costs(agents, record, plan)
     return {
-        "paper-record": Sample(float(len(word))),
+        "paper-record": Sample(float(len(record))),
         "paper-plan": Sample(float(len(plan))),
         "paper-nodes": Sample(float(len(nodes))),
         "paper-round-requests": Sample(in_round.requests),
@@ -105,29 +106,21 @@ def plan_of(agents: int) -> Plan:
     )
 
 
-def _tcp(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
-    from elaunch.store.tcp import host, wire
+def _tcp(agents: int, record: bytes, plan: bytes) -> tuple[Cost, Cost]:
+    from elaunch.store.tcp import messages
 
-    root, name, version = f"{RUN_ID}/", "00abcd", "123"
-    put = host.put_notice(name, TTL, word)
-    beat = len(wire.add(host.counter_of(name), 1)) + 8
-    kept = len(wire.multi_put([(f"{root}s/{name}", b"+" + word)]))
-    told = len(wire.push(root + "in", put)) + beat
-    told += len(wire.pop(root + "in")) + 8 + 8 + len(put) + kept
-    post = len(wire.wait(f"{root}b/{version}")) + 1 + 8 + len(plan)
-    keys = [root + key for key in ("head", f"b/{version}", f"n/{version}", f"l/{version}")]
-    post += len(wire.multi_get(keys)) + 2 * (8 + len(version)) + 8
-    puts = WORDS * -(-agents // host.PUTS)
-    in_round = Cost(agents * (PLANS * 2 + WORDS * 3), agents * (PLANS * post + WORDS * told))
-    in_round = Cost(in_round.requests + puts, in_round.size)
-
-    readings = host.READINGS / TTL
-    reading = len(wire.multi_get([host.counter_of(name)] * agents)) + agents * (8 + 5)
-    size = agents * beat * RENEWALS_A_SECOND + reading * readings
-    return in_round, Cost(agents * RENEWALS_A_SECOND + readings, size)
+    name, answer = "00abcd", messages.frame(True)
+    written = messages.frame(messages.Put(name, record)) + answer
+    post = messages.frame(messages.Posted(123, 119, plan, b""), messages.NEW_POST)
+    size = PLANS * len(post) + RECORDS * len(written)
+    beats = agents * RENEWALS_A_SECOND
+    steady = beats * len(messages.frame(messages.Renew(name)) + answer)
+    look = messages.frame(messages.Read(123, 119)) + messages.frame(messages.Posted(0, 0, b"", b""))
+    steady += agents * len(look) / LONG_SLICE
+    return Cost(agents * (PLANS + RECORDS), agents * size), Cost(beats, steady)
 
 
-def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
+def _etcd(agents: int, record: bytes, plan: bytes) -> tuple[Cost, Cost]:
     from elaunch.store.etcd import imports
     from elaunch.store.etcd.calls import Transactions
     from elaunch.store.etcd.cluster import keys_of
@@ -149,11 +142,13 @@ def _etcd(agents: int, word: bytes, plan: bytes) -> tuple[Cost, Cost]:
         seen.create_revision = seen.mod_revision = revision
         return framed(answer)
 
-    write = rpc.TxnRequest(compare=[still], success=[txns.put(key, word, lease)])
+    write = rpc.TxnRequest(compare=[still], success=[txns.put(key, record, lease)])
     answered = rpc.TxnResponse(header=header, succeeded=True)
-    told = framed(write) + framed(answered) + event(key, word)
+    told = framed(write) + framed(answered) + event(key, record)
     post = event(keys.plan, b"123\n" + plan)
-    in_round = Cost(agents * (PLANS + WORDS * 2) + PLANS, agents * (PLANS * post + WORDS * told))
+    in_round = Cost(
+        agents * (PLANS + RECORDS * 2) + PLANS, agents * (PLANS * post + RECORDS * told)
+    )
 
     renewal = framed(rpc.LeaseKeepAliveRequest(ID=lease))
     renewal += framed(rpc.LeaseKeepAliveResponse(header=header, ID=lease, TTL=3)) + BOOKKEEPING

@@ -1,59 +1,43 @@
-"""A stranger who reaches the port of a job's TCPStore, and speaks its protocol."""
+"""A stranger who reaches the store of a job, and reads it; in an etcd it writes there, too."""
 
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
-from elaunch.store.tcp import wire
-from elaunch.store.tcp.wire import Connection
+from elaunch.store.etcd import client as etcd
+from elaunch.store.protocol import Store
+from elaunch.store.tcp import client as tcp
+from tests import etcdserver
 
 DEADLINE = 60.0
 
 
 class Stranger:
-    """Reads and writes the keys of one job's store on this machine."""
+    """Reads and writes what one job's store has; ``server`` is the etcd that it is in."""
 
-    def __init__(self, connection: Connection, run_id: str) -> None:
-        self._connection = connection
-        self._prefix = f"{run_id}/"
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key of the job, empty if it has none."""
-        until = time.monotonic() + DEADLINE
-        self._connection.send([wire.get(self._prefix + key)], until)
-        return self._connection.value(until)
-
-    def put(self, key: str, value: bytes) -> None:
-        """Set a key of the job."""
-        self._connection.send([wire.put(self._prefix + key, value)], time.monotonic() + DEADLINE)
-
-    def push(self, key: str, *values: bytes) -> None:
-        """Put values at the end of a queue of the job."""
-        requests = [wire.push(self._prefix + key, value) for value in values]
-        self._connection.send(requests, time.monotonic() + DEADLINE)
-
-    def version(self) -> int:
-        """Return the newest version of the plan, 0 without one."""
-        return int(self.get("head") or 0)
-
-    def is_above(self, version: int) -> bool:
-        """Return whether a newer version than that was posted."""
-        return self.version() > version
+    def __init__(self, store: Store, run_id: str, server: etcdserver.Cluster | None = None) -> None:
+        self.store = store
+        self._server = server
+        self._run_id = run_id
 
     def plan(self) -> tuple[int, bytes]:
         """Return the newest plan and its version; waits until there is one."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
-            version = self.version()
-            if version and (value := self.get(f"b/{version}")):
-                return version, value
+            post = self.store.latest()
+            if post is not None and post.value:
+                return post.version, post.value
             time.sleep(0.02)
         raise TimeoutError("no plan was posted")
+
+    def is_above(self, version: int) -> bool:
+        """Return whether a newer version than that was posted."""
+        post = self.store.latest()
+        return post is not None and post.version > version
 
     def await_plan(self, **wanted: Any) -> tuple[int, dict[str, Any]]:
         """Wait for a plan with these fields; return it, unsigned, and its version."""
@@ -67,9 +51,18 @@ class Stranger:
         raise TimeoutError(f"no plan has {wanted}: {plan}")
 
     def post(self, version: int, value: bytes) -> None:
-        """Write a version of the plan."""
-        self.put(f"b/{version}", value)
-        self.put("head", str(version).encode())
+        """Write a version of the plan, into etcd."""
+        self.put("plan", b"%d\n" % version + value)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key of the job in etcd: "plan" or "shared"."""
+        from elaunch.store.etcd import imports
+        from elaunch.store.etcd.cluster import keys_of
+
+        assert self._server is not None, "a hosted store has no keys"
+        where: bytes = getattr(keys_of("/elaunch", self._run_id), key)
+        put = imports.load().rpc.PutRequest(key=where, value=value)
+        self._server.call("KV", "Put", put)
 
 
 def body(record: bytes) -> dict[str, Any]:
@@ -80,19 +73,13 @@ def body(record: bytes) -> dict[str, Any]:
 
 @contextmanager
 def stranger(port: int, run_id: str) -> Iterator[Stranger]:
-    """Connect to the store at a port of this machine as soon as it is there."""
-    until = time.monotonic() + DEADLINE
-    while True:
-        connection = Connection(socket.socket())
-        try:
-            connection.open(("127.0.0.1", port), time.monotonic() + 5.0)
-            break
-        except OSError:
-            connection.close()
-            if time.monotonic() >= until:
-                raise
-            time.sleep(0.05)
-    try:
-        yield Stranger(connection, run_id)
-    finally:
-        connection.close()
+    """Connect to the hosted store at a port of this machine as soon as it is there."""
+    with closing(tcp.connect("127.0.0.1", port, run_id, deadline=DEADLINE)) as store:
+        yield Stranger(store, run_id)
+
+
+@contextmanager
+def stranger_in_etcd(server: etcdserver.Cluster, run_id: str) -> Iterator[Stranger]:
+    """Connect to a job's part of an etcd."""
+    with closing(etcd.connect(server.place(), run_id, deadline=DEADLINE)) as store:
+        yield Stranger(store, run_id, server)

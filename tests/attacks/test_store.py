@@ -6,60 +6,32 @@ it writes otherwise ends them in a traceback.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
+import random
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 
 import pytest
 
-from elaunch.errors import StoreUnreachable
+from elaunch.errors import LeaseLost, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import CoordinatorState
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.records import RecordError, decode_agent
-from elaunch.store.protocol import Change, Store
-from elaunch.store.tcp import client, connection, host
-from elaunch.store.tcp import store as tcpstore
-from elaunch.store.tcp.host import hang_up_on_silent
+from elaunch.store.protocol import Change, Post, Store
+from elaunch.store.tcp import client, connection, host, messages, wire
+from elaunch.store.tcp.messages import Members, Read, Renew, Shared
 from elaunch.text import duration
-from tests.attacks.stranger import Stranger, stranger
+from tests.attacks.stranger import stranger
 from tests.attacks.test_plans import job
-from tests.launching import Launcher, wait_until
+from tests.launching import Launcher
 
 NONSENSE = [
     "NaN", "Infinity", "-Infinity", "-1", "1e999", "1" + 400 * "0", "true", '"5"', "null", "[]",
     "{}", '"\\ud800"',
 ]  # fmt: skip
-
-
-@pytest.fixture
-def hosted(port: int) -> Iterator[tuple[Store, Stranger]]:
-    """Return a store that is hosted here, and a stranger's connection to it."""
-    listening = socket.create_server(("127.0.0.1", port))
-    with (
-        closing(client.host(listening, "job", timeout=20.0)) as store,
-        stranger(port, "job") as other,
-    ):
-        yield store, other
-
-
-@pytest.mark.parametrize("age", NONSENSE)
-def test_ages_that_are_none(age: str) -> None:
-    """An entry with such an age is passed over, the others are read."""
-    raw = f'{{"aaaaaa": 1.5, "bbbbbb": {age}, "\\ud800": 2, "a b": 1}}'.encode()
-    assert tcpstore._ages(raw) == {"aaaaaa": 1.5}
-
-
-@pytest.mark.parametrize("raw", [*NONSENSE, "{", "[" * 100_000])
-def test_ages_that_are_no_object(raw: str) -> None:
-    """Nobody is there."""
-    assert tcpstore._ages(raw.encode()) == {}
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), 1e300])
@@ -96,39 +68,6 @@ def test_records_with_numbers_that_are_none(value: str) -> None:
         decode_agent(raw, None, "a1")
 
 
-def test_a_key_in_the_place_of_the_inbox(hosted: tuple[Store, Stranger]) -> None:
-    """The host is woken by it, removes it, and goes on; it does not spin."""
-    store, other = hosted
-    other.put("in", b"x")
-    wait_until(lambda: other.get("in") == b"", 20.0, "it is removed")
-    store.enrol("aa", b"a record", 60.0)
-    wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "notices are read")
-
-
-@pytest.mark.slow
-def test_it_costs_little_to_be_disturbed_like_that(hosted: tuple[Store, Stranger]) -> None:
-    """One key after the other: a pause between each two looks."""
-    _, other = hosted
-    began, until = time.process_time(), time.monotonic() + 1.5
-    rounds = 0
-    while time.monotonic() < until:
-        other.put("in", b"x")
-        rounds += other.get("in") == b""
-        time.sleep(0.02)
-    assert time.process_time() - began < 1.0 and rounds < 60
-
-
-@pytest.mark.slow
-def test_a_follower_that_is_woken_for_nothing(hosted: tuple[Store, Stranger], port: int) -> None:
-    """A version that is there and not the newest wakes an agent five times a second at most."""
-    _, other = hosted
-    other.put("b/1", b"x")
-    with closing(client.connect("127.0.0.1", port, "job", deadline=20.0)) as store:
-        began = time.process_time()
-        assert store.follow(0, 1.5) is None
-        assert time.process_time() - began < 0.75
-
-
 def test_thousands_of_refused_records_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     """The first ones by name, then one line for each ten times as many."""
     state = CoordinatorState("me", Rules(1, 2), None, None, lambda: ("job", 1.0))
@@ -142,81 +81,75 @@ def test_thousands_of_refused_records_are_few_lines(caplog: pytest.LogCaptureFix
     )
 
 
-@pytest.mark.slow
-def test_silent_connections_are_ended(hosted: tuple[Store, Stranger], port: int) -> None:
-    """Those that never said anything, and those that said something once; not those that talk."""
-    store, other = hosted
-    with ExitStack() as stack:
-        silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
-        ]
-        silent[0].sendall(b"\x00")
-        began = time.monotonic()
-        while time.monotonic() - began < 1.5:
-            assert other.get("nothing") == b""
-        assert hang_up_on_silent(port, silent=1.0) >= 40
-        for sock in silent:
-            sock.settimeout(20.0)
-            assert sock.recv(1) == b""
-        assert other.get("nothing") == b""
-    store.enrol("aa", b"a record", 60.0)
-    wait_until(lambda: set(store.members()) == {"aa"}, 20.0, "the host goes on")
-
-
-@pytest.mark.slow
-def test_a_host_without_a_descriptor_goes_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot look for silent connections then; members come and go all the same."""
-    tried = threading.Event()
-
-    def look(port: int) -> int:
-        tried.set()
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(host, "hang_up_on_silent", look)
-    monkeypatch.setattr(host, "IDLE_EVERY", 0.3)
+@pytest.fixture
+def hosted(port: int) -> Iterator[Store]:
+    """Return a store that is hosted here, of whose job the agent "host" leads."""
     listening = socket.create_server(("127.0.0.1", port))
-    with closing(client.host(listening, "job", timeout=20.0)) as store:
-        store.enrol("aa", b"a record", 0.5)
-        assert tried.wait(20.0)
-        wait_until(lambda: not store.members(), 20.0, "it is missed")
-        store.enrol("bb", b"a record", 60.0)
-        wait_until(lambda: set(store.members()) == {"bb"}, 20.0, "the host goes on")
+    with closing(client.host(listening, "job", shared=b"a key")) as store:
+        store.enrol("host", b"", 60.0)
+        assert store.await_leadership("host", 20.0)
+        assert store.publish(1, b"a plan")
+        yield store
 
 
-def test_no_more_connections_than_there_is_room_for(
-    hosted: tuple[Store, Stranger], port: int
+def test_a_stranger_writes_no_plan(hosted: Store, port: int) -> None:
+    """Nor removes it, nor what all share."""
+    with stranger(port, "job") as other:
+        other.store.enrol("aa", b"", 60.0)
+        assert not other.store.await_leadership("aa", 0.0)
+        assert not other.store.publish(2, b"another")
+        assert other.store.shared(b"another key") == hosted.shared() == b"a key"
+        assert other.plan() == (1, b"a plan")
+    assert hosted.latest() == Post(1, b"a plan")
+
+
+def test_a_stranger_can_have_no_more_members_than_there_may_be(
+    hosted: Store, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The most silent ones go."""
-    with ExitStack() as stack:
-        for _ in range(30):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) > 60, 20.0, "they are accepted")
-        time.sleep(0.1)
-        assert hang_up_on_silent(port, silent=600.0, most=10) >= 20
+    """Those that are there stay."""
+    monkeypatch.setattr(host, "MOST_ENTRIES", 3)
+    with stranger(port, "job") as other:
+        for number in range(5):
+            name = f"a{number}"
+            refused = pytest.raises(LeaseLost) if number > 1 else nullcontext()
+            with refused, closing(client.connect("127.0.0.1", port, "job", deadline=20.0)) as one:
+                one.enrol(name, b"", 60.0)
+        assert sorted(other.store.members()) == ["a0", "a1", "host"]
+
+
+def test_bytes_of_a_stranger_do_not_stop_the_host(hosted: Store, port: int) -> None:
+    """Before, behind and instead of what opens a connection; thousands of times."""
+    rng = random.Random(7)
+    opening = wire.VALIDATE + wire.PING + b"1234" + wire.get(connection.IDENTITY)
+    asked = [messages.frame(one) for one in (Members(), Read(0, 0), Renew("host"), Shared(b""))]
+    with stranger(port, "job") as other:
+        for number in range(400):
+            sent = bytearray(opening + b"".join(rng.choices(asked, k=6)))
+            for _ in range(number % 4):
+                sent[rng.randrange(len(sent))] = rng.randrange(256)
+            del sent[rng.randrange(1, len(sent) + 1) :]
+            with socket.create_connection(("127.0.0.1", port), 20.0) as sock:
+                sock.sendall(sent)
+            if number % 20 == 0:
+                assert other.plan() == (1, b"a plan")
+        assert sorted(other.store.members()) == ["host"]
+    assert hosted.publish(2, b"another plan")
 
 
 @pytest.mark.slow
-def test_status_of_a_store_with_nonsense(elaunch: Launcher, port: int, tmp_path: object) -> None:
+def test_status_of_a_job_with_records_of_a_stranger(elaunch: Launcher, port: int) -> None:
     """It says what it can, or one line; the job goes on. torchrun: it has no status."""
     script = elaunch.directory / "waits.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(120)\n")
     running = elaunch.start(job(port, str(script)))
     running.wait_for_line("up", 60.0)
     place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
-    with stranger(port, "job") as other, stranger(port, "") as whole:
-        for ages in (*NONSENSE, *(f'{{"aaaaaa": {age}}}' for age in NONSENSE)):
-            other.put("ages", ages.encode())
-        # Until the host writes the ages again, nobody knows that the agent is there.
-        shown = elaunch.run(["status", *place])
-        assert "Traceback" not in shown.stderr and shown.returncode == 0
-        running_again = lambda: "RUNNING" in elaunch.run(["status", *place]).stdout  # noqa: E731
-        wait_until(running_again, 60.0, "the ages are those of the host again")
-        whole._prefix = ""
-        said = {"elaunch": 1, "run_id": "job", "boot": "x", "store": 5}
-        whole.put("elaunch", json.dumps(said).encode())
-        done = elaunch.run(["status", *place])
-        assert done.returncode != 0 and "Traceback" not in done.stderr
-        assert "is no store of elaunch" in done.stderr
+    for number, record in enumerate(NONSENSE):
+        with closing(client.connect("127.0.0.1", port, "job", deadline=20.0)) as other:
+            other.enrol(f"bb{number}", record.encode(), 60.0)
+    shown = elaunch.run(["status", *place])
+    assert "Traceback" not in shown.stderr and shown.returncode == 0
+    assert "RUNNING" in shown.stdout
     assert running.process.poll() is None
 
 

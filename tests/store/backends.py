@@ -72,7 +72,7 @@ class TcpCluster:
         else:
             listening = socket.create_server(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
-            store = client.host(listening, run_id, timeout=20.0)
+            store = client.host(listening, run_id)
         self._stores.append(store)
         return store
 

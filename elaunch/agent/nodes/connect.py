@@ -136,7 +136,6 @@ def _prepared(
         own_addr,
         group.advertise,
         key=_key_by_munge(settings.run_id, rendezvous, os.environ),
-        agents=settings.max_nodes,
     )
     opener.prepare()
     stack.callback(opener.close)

@@ -89,7 +89,6 @@ class StoreOpener:
         own_addr: where the other nodes reach this one.
         publish: has a text hosted at the master's port (static, node 0).
         key: what settles a key by MUNGE, where that is to be and none was given.
-        agents: how many there may be at most.
     """
 
     def __init__(
@@ -99,11 +98,8 @@ class StoreOpener:
         own_addr: str,
         publish: Callable[[str], None],
         key: MungeKey | None = None,
-        *,
-        agents: int = 2,
     ) -> None:
         self._rendezvous = rendezvous
-        self._agents = agents
         self._run_id = run_id
         self._own_addr = own_addr
         self._publish = publish
@@ -235,13 +231,7 @@ class StoreOpener:
 
         if self._listening is not None:
             listening, shared = self._listening.dup(), self._key.credential if self._key else b""
-            store = client.host(
-                listening,
-                self._run_id,
-                timeout=settings.read_timeout,
-                shared=shared,
-                agents=self._agents,
-            )
+            store = client.host(listening, self._run_id, shared=shared)
             if settings.backend == "static":
                 self._publish_address()
             return store

@@ -1,9 +1,8 @@
-"""The store in a TCPStore that one agent hosts (``--rdzv-backend c10d``).
+"""The store that one agent hosts (``--rdzv-backend c10d``).
 
 =================  ===============================================================================
-``host``           the agent at the endpoint: serves one on a socket that it has bound, keeps the
-                   members (elaunch.store.tcp.host), and alone can lead. It is elaunch's own
-                   (elaunch.store.tcp.server); in a job of more than OWN_AGENTS it is torch's
+``host``           the agent at the endpoint: serves it on a socket that it has bound, holds all
+                   of it in its memory (elaunch.store.tcp.host), and alone can lead
 ``connect``        every other agent, and readers; waits for the host to be there
 ``identify``       asks what is at an address
 =================  ===============================================================================
@@ -16,28 +15,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from elaunch.errors import StoreClosed, StoreUnreachable
 from elaunch.store.protocol import Store
-from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import (
-    IDENTITY,
-    Address,
-    StoreTarget,
-    handshake,
-    resolve,
-    tcpstore_name,
-)
-from elaunch.store.tcp.host import SHARED
+from elaunch.store.tcp.agentconnection import AgentConnection
+from elaunch.store.tcp.connection import Address, StoreTarget, handshake, resolve, tcpstore_name
+from elaunch.store.tcp.host import HostedJob
+from elaunch.store.tcp.messages import PROTOCOL
 from elaunch.store.tcp.server import TcpServer
 from elaunch.store.tcp.store import TcpStore
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
@@ -48,43 +38,24 @@ PAUSES = (0.1, 1.0)
 """Seconds between two attempts to connect, growing from the one to the other."""
 SHORTEST = 0.5
 """Seconds that even the last attempt has, so that it reports what is there and not "no answer"."""
-OWN_AGENTS = 1024
-"""Agents for which elaunch's own server is as quick as torch's. That one needs an import of torch,
-but not the interpreter's lock: 4,096 agents are told to stop in 1.3 s, not in 7."""
 FOREIGN_PATIENCE = 5.0
 """Seconds for which another job's store, or something else on the port, may be about to end."""
 
 
-def host(
-    listening: socket.socket,
-    run_id: str,
-    *,
-    timeout: float = CALL_TIMEOUT,
-    shared: bytes = b"",
-    agents: int = 2,
-) -> Store:
+def host(listening: socket.socket, run_id: str, *, shared: bytes = b"") -> Store:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
-    ``timeout``: seconds for each call. ``shared``: what Store.shared is from the first moment,
-    whatever an unauthenticated process has written there. ``agents``: how many there may be; torch
-    is imported for more than OWN_AGENTS. Raises StoreUnreachable if the store that was started does
-    not answer.
+    ``shared`` is what Store.shared is from the first moment. Raises StoreUnreachable where no
+    descriptor is left.
     """
-    bound = listening.getsockname()
-    name, own = tcpstore_name(bound[0], bound[1]), _reachable(listening)
-    address = (listening.family, (own, *bound[1:]))
-    target = StoreTarget(name, address, run_id, secrets.token_hex(4))
-    identity = {"elaunch": 1, "run_id": run_id, "boot": target.boot}
-    server: object = None
+    name = tcpstore_name(*listening.getsockname()[:2])
+    identity = {"elaunch": PROTOCOL, "run_id": run_id, "boot": secrets.token_hex(4)}
+    job = HostedJob(shared)
     try:
-        server = _serve(listening, own, timeout, agents)
-        raw = json.dumps(identity).encode()
-        connection = _announce(target, raw, shared, time.monotonic() + timeout)
-    except (OSError, RuntimeError, ForeignAnswer) as error:
-        if isinstance(server, TcpServer):
-            server.close()
+        return TcpStore(name, job, TcpServer(listening, job, json.dumps(identity).encode()))
+    except OSError as error:
+        listening.close()
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
-    return TcpStore(target, timeout, connection, server=server)
 
 
 def connect(
@@ -113,7 +84,7 @@ def connect(
         until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
         try:
             target, connection = _connect_once(host, port, run_id, until)
-            return TcpStore(target, timeout, connection, moved=moved)
+            return TcpStore(name, AgentConnection(target, timeout, connection, moved))
         except _MissError as miss:
             now = time.monotonic()
             foreign_since = min(foreign_since, now) if miss.foreign else math.inf
@@ -153,14 +124,17 @@ def _connect_once(
 ) -> tuple[StoreTarget, Connection]:
     """Connect and make sure that it is this job's store; raises _MissError."""
     address, connection, identity = _handshake(host, port, until)
-    if identity is not None and identity["run_id"] == run_id:
-        return StoreTarget(tcpstore_name(host, port), address, run_id, identity["boot"]), connection
-    connection.close()
     if identity is None:
-        raise _MissError("a TCPStore that no elaunch agent hosts is there", foreign=True)
-    raise _MissError(
-        f"it belongs to the job {identity['run_id']!r}, not to {run_id!r}", foreign=True
-    )
+        problem = "a TCPStore that no elaunch agent hosts is there"
+    elif identity["run_id"] != run_id:
+        problem = f"it belongs to the job {identity['run_id']!r}, not to {run_id!r}"
+    elif identity["elaunch"] != PROTOCOL:
+        problem = "another version of elaunch hosts it; all nodes need the same"
+    else:
+        target = StoreTarget(tcpstore_name(host, port), address, run_id, identity["boot"])
+        return target, connection
+    connection.close()
+    raise _MissError(problem, foreign=True)
 
 
 def _handshake(
@@ -188,50 +162,3 @@ def _handshake(
         misses.setdefault(what, []).append(str(address[1][0]))
     text = "; ".join(f"{what} ({', '.join(where)})" for what, where in misses.items())
     raise _MissError(text, foreign)
-
-
-def _reachable(listening: socket.socket) -> str:
-    """Return the address at which this process itself reaches a listening socket."""
-    bound = str(listening.getsockname()[0])
-    if bound == "0.0.0.0":
-        return "127.0.0.1"
-    return "::1" if bound == "::" else bound
-
-
-def _serve(listening: socket.socket, address: str, timeout: float, agents: int) -> object:
-    """Start the store on a bound socket: torch's for very many agents, where it can do that."""
-    if agents <= OWN_AGENTS:
-        return TcpServer(listening)
-    # Read when torch is loaded: else it logs each process that sends it nonsense to stderr. Taken
-    # away again, so that the workers' torch does not read it.
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ and "torch" not in sys.modules
-    if quiet:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    try:
-        from torch import __version__
-        from torch.distributed import TCPStore
-    finally:
-        if quiet:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-    if not wire.is_served_by(__version__):
-        return TcpServer(listening)
-    port = listening.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-        use_libuv=True,
-        timeout=timedelta(seconds=timeout),
-    )
-
-
-def _announce(target: StoreTarget, identity: bytes, shared: bytes, until: float) -> Connection:
-    """Write what all share, then the store's identity, and read that back."""
-    connection, _ = handshake(target.address, until, hold=lambda _: None)
-    first = [wire.put(f"{target.run_id}/{SHARED}", shared)] if shared else []
-    connection.send([*first, wire.put(IDENTITY, identity), wire.get(IDENTITY)], until)
-    if connection.value(until) != identity:
-        raise ForeignAnswer("it does not keep what is written")
-    return connection

@@ -1,47 +1,30 @@
-"""A connection to the TCPStore of a job, opened again when it breaks.
+"""Where a store is, and whose: addresses, and the identity that is read from one.
 
 The store's identity stands under the key ``elaunch``, outside of every job, as JSON::
 
-    {"elaunch": 1, "run_id": "job", "boot": "9f86d081"}
+    {"elaunch": 2, "run_id": "job", "boot": "9f86d081"}
 
-``boot`` is a random id of the process that hosts it. A connection opens again only to the same one:
-a host that was started anew knows nothing of this job's agents, which must enrol there again.
-``refused`` instead of a store is why there is none.
-
-What breaks an exchange, and what is raised as StoreUnreachable (elaunch.errors):
-
-==========================  =====================================================================
-connection closed or reset  nothing yet: a new connection is tried, for ``timeout`` seconds
-connection refused          nobody_decides=True: nothing listens there, so the host has ended
-no answer for ``timeout``   nobody_decides=False: it may be frozen or cut off, or we may be
-another run id              nobody_decides=False: another job is there
-another boot                StoreReplaced: another coordinator is there, our entry is gone
-refused, hosted elsewhere   the same (``moved``)
-==========================  =====================================================================
+``elaunch`` is the version of what its agents speak with it (elaunch.store.tcp.messages); ``boot`` a
+random id of the process that hosts it. ``store`` beside them is where the agents' store is instead.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
 from elaunch.text import host_port
 
 LONGEST_NAME = 1_000
 IDENTITY = "elaunch"
-AGAIN = 0.02
-"""Seconds before a broken connection is opened again: a host that ends closes its port last."""
 
-Answer = TypeVar("Answer")
 Address = tuple[int, tuple[Any, ...]]
 """An address family and what ``socket.connect`` takes."""
 
@@ -153,116 +136,3 @@ def _is_address(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not _is_line(value[0]):
         return False
     return bool(value[0]) and type(value[1]) is int and 0 < value[1] < 65536
-
-
-class TcpConnection:
-    """A connection that is opened again when it breaks; several threads may take turns on it.
-
-    Args:
-        target: where to.
-        timeout: seconds for one exchange, and for opening.
-        closed: set by the owner before :meth:`cut`.
-        connection: one that is open already.
-        moved: called when nothing listens at the target; whether the store is hosted elsewhere now.
-    """
-
-    def __init__(
-        self,
-        target: StoreTarget,
-        timeout: float,
-        closed: threading.Event,
-        connection: Connection | None = None,
-        moved: Callable[[], bool] | None = None,
-    ) -> None:
-        self._moved = moved
-        self.target, self.timeout = target, timeout
-        self._closed = closed
-        self._turn = threading.Lock()
-        self._connection = connection
-        self._connecting: Connection | None = None
-
-    def exchange(
-        self, talk: Callable[[Connection, float], Answer], patience: float | None = None
-    ) -> Answer:
-        """Return what ``talk(connection, until)`` returns; it may be called again after a break.
-
-        ``patience``: seconds for other callers to finish, if not ``timeout``. Raises
-        StoreUnreachable or StoreClosed.
-        """
-        if not self._turn.acquire(timeout=self.timeout if patience is None else patience):
-            raise self._unreachable("it is busy with another call")
-        try:
-            return self._exchange(talk)
-        finally:
-            self._turn.release()
-
-    def cut(self) -> None:
-        """Wake waiting calls; ``closed`` is set already, so nothing is opened again."""
-        for connection in (self._connection, self._connecting):
-            if connection is not None:
-                connection.cut()
-        if self._turn.acquire(timeout=1.0):
-            self._drop()
-            self._turn.release()
-
-    def _exchange(self, talk: Callable[[Connection, float], Answer]) -> Answer:
-        broken = math.inf
-        while True:
-            if self._closed.is_set():
-                raise StoreClosed(f"the connection to the {self.target.name} was closed")
-            now = time.monotonic()
-            if now >= broken + self.timeout:
-                raise self._unreachable("it closes every connection")
-            try:
-                until = now + self.timeout
-                return talk(self._open(min(until, broken + self.timeout)), until)
-            except (ConnectionAbortedError, ConnectionResetError, BrokenPipeError):
-                self._drop()
-                broken = min(broken, time.monotonic())
-                self._closed.wait(AGAIN)
-            except (OSError, ForeignAnswer, StoreUnreachable) as error:
-                self._drop()
-                if not self._closed.is_set():
-                    raise self._explained(error, broken) from None
-
-    def _open(self, until: float) -> Connection:
-        if self._connection is None:
-            self._connection, identity = handshake(self.target.address, until, self._hold)
-            if identity is None or identity["run_id"] != self.target.run_id:
-                raise self._unreachable("it belongs to somebody else now")
-            if identity["boot"] != self.target.boot:
-                raise StoreReplaced(
-                    f"cannot reach the {self.target.name}: it was started anew and does not know "
-                    "this agent"
-                )
-        return self._connection
-
-    def _hold(self, connection: Connection) -> None:
-        self._connecting = connection
-        if self._closed.is_set():
-            raise ConnectionAbortedError("closed")
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._connecting = None
-
-    def _explained(self, error: Exception, broken: float) -> StoreUnreachable:
-        if isinstance(error, StoreUnreachable):
-            return error
-        if isinstance(error, ConnectionRefusedError):
-            if self._moved is not None and self._moved():
-                return StoreReplaced(f"the {self.target.name} was started anew at another port")
-            return self._unreachable("nothing listens there any more, its host has ended", True)
-        if isinstance(error, TimeoutError) and broken < math.inf:
-            return self._unreachable(
-                f"the connection broke and none was had for {self.timeout:g} s"
-            )
-        if isinstance(error, TimeoutError):
-            return self._unreachable(f"no answer for {self.timeout:g} s")
-        if isinstance(error, ForeignAnswer):
-            return self._unreachable(str(error))
-        return self._unreachable(getattr(error, "strerror", None) or str(error))
-
-    def _unreachable(self, why: str, nobody_decides: bool = False) -> StoreUnreachable:
-        return StoreUnreachable(f"cannot reach the {self.target.name}: {why}", nobody_decides)

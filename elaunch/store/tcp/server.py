@@ -1,9 +1,14 @@
-"""A TCPStore in Python, for the agents of a job: the one that hosts it needs no torch for it.
+"""Serves the store of a job to its agents: one thread, whatever their number.
 
-It answers the requests of the table in ``wire``, as torch's store with libuv does. One thread
-serves all connections; what is malformed ends its connection, and so does a client that reads none
-of its answers. While no descriptor is left, a client that connects waits. Only agents speak with
-it, a few requests a second each: 1,024 of them form a round as quickly as around torch's store.
+What is sent is in ``messages``, what the store holds in ``host``. All that has come by a moment is
+served together; then what has expired is removed, and a new plan is sent to the connections that
+follow it.
+
+Any process that reaches the port can connect. What is malformed ends its connection, and so does a
+client that reads none of its answers. A client that does not follow the plan is ended after SILENT
+seconds without a byte; the kernel asks the others whether they are still there. While no descriptor
+is left, a client that connects waits; where there are nearly as many as the process may have, the
+most silent client ends for each that comes.
 """
 
 from __future__ import annotations
@@ -11,321 +16,316 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
-import selectors
+import select
 import socket
-import struct
 import sys
 import threading
-import time
-from collections import defaultdict, deque
-from collections.abc import Generator
+from collections import deque
 from operator import attrgetter
 from typing import Final
 
-from elaunch.store.tcp.wire import CHUNK, LONGEST, VALIDATE
+from elaunch.store.tcp import messages, wire
+from elaunch.store.tcp.connection import IDENTITY
+from elaunch.store.tcp.host import HostedJob
+from elaunch.store.tcp.messages import HEAD, LONGEST_REQUEST, MESSAGE, NEW_POST, Posted, Read
+from elaunch.store.tcp.wire import CHUNK, NONCE, PING, VALIDATE
 
-_Reading = Generator[int, None, None]
-_MOST_KEYS: Final = 1 << 17
-"""Keys in one request; a host writes and reads a few for each agent."""
+SILENT: Final = 30.0
+LOOK_EVERY: Final = 1.0
+"""Seconds between two looks for silent clients, and before a connection is accepted again after
+there was no descriptor for one."""
 _MOST_UNSENT: Final = 1 << 26
 """Bytes that a client may leave unread; the nodes of 16,384 agents are half a megabyte."""
-_AGAIN_S: Final = 1.0
-"""Seconds until a connection is accepted again after there was no descriptor for one."""
+_PART: Final = 256
+"""Bytes that an answer takes beside its own while it is unsent."""
 _OWN_FILES: Final = 256
 """Descriptors that are left to the process, or half of its limit."""
+_AT_ONCE: Final = 256
+"""Connections that are accepted before others are served."""
+_OPTIONS: Final = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Of the listening socket; accepted ones have them from it."""
+_KEPT: Final = messages.frame(True)
+_FIRST: Final = VALIDATE + PING
+_ASKS: Final = wire.get(IDENTITY)
 
 log = logging.getLogger("elaunch")
 
 
 class _MalformedError(Exception):
-    """A client has sent what no client of a TCPStore sends."""
+    """A client has sent what no agent sends."""
+
+
+class _OtherProtocolError(_MalformedError):
+    """A client of a TCPStore has sent what this store does not serve."""
 
 
 class _Client:
-    """One connection: what it has sent, what it is sent, and the keys that it waits for."""
+    """One connection: what it has sent and is to be sent, and what it knows of the plan.
 
-    def __init__(self, sock: socket.socket, server: TcpServer) -> None:
-        self.sock = sock
+    ``number`` is the higher, the later it came; ``version`` and ``nodes`` are those of the newest
+    post that it was sent.
+    """
+
+    def __init__(self, sock: socket.socket, number: int, now: float) -> None:
+        self.sock, self.number, self.heard = sock, number, now
         self.received = bytearray()
-        self.unsent = bytearray()
-        self.waits_for: set[bytes] = set()
-        self.is_full = False
-        self.heard = 0.0
-        self._requests = server.requests(self)
-        self._needed = next(self._requests)
-
-    def serve(self) -> None:
-        """Serve what is there in full; raises _MalformedError."""
-        while len(self.received) >= self._needed:
-            self._needed = next(self._requests)
-
-    def take(self, count: int) -> bytes:
-        """Take bytes that are there."""
-        data = bytes(self.received[:count])
-        del self.received[:count]
-        return data
-
-    def answer(self, data: bytes) -> None:
-        """Have it sent an answer; raises _MalformedError where it has read too few of them."""
-        if len(self.unsent) + len(data) > _MOST_UNSENT:
-            raise _MalformedError
-        self.unsent += data
+        self.unsent: deque[memoryview] = deque()
+        self.size = 0  # of what is unsent
+        self.greeted = self.opened = self.follows = False
+        self.version = self.nodes = 0
 
 
 class TcpServer:
-    """Serves on a listening socket, which it owns, until it is closed."""
+    """Serves ``job`` on a listening socket, which it owns, until it is closed."""
 
-    def __init__(self, listening: socket.socket) -> None:
-        self._listening = listening
-        self._values: dict[bytes, bytes] = {}
-        self._queues: defaultdict[bytes, deque[bytes]] = defaultdict(deque)
-        self._waiting: defaultdict[bytes, set[_Client]] = defaultdict(set)
-        self._selector = selectors.DefaultSelector()
-        self._accepts_at: float | None = None
+    def __init__(self, listening: socket.socket, job: HostedJob, identity: bytes) -> None:
+        self._listening, self._job = listening, job
+        self._identity = wire.sized(identity)
+        self._clients: dict[int, _Client] = {}
+        self._accepted = 0
+        self._pauses = self._short = self._refused = False
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(limit // 2, limit - _OWN_FILES) if limit > 0 else sys.maxsize
-        self._short = False
-        self._ended, self._end = socket.socketpair()
-        listening.setblocking(False)
-        self._selector.register(listening, selectors.EVENT_READ)
-        self._selector.register(self._ended, selectors.EVENT_READ)
+        self._look_at = 0.0
+        self._version = 0  # the newest that was sent to all that follow
+        self._frames: dict[tuple[int, int, bool], bytes] = {}
+        self._poll = select.epoll()
+        self._woken, self._wake = socket.socketpair()
+        for option in _OPTIONS:
+            listening.setsockopt(*option)
+        for sock in (listening, self._woken, self._wake):
+            sock.setblocking(False)
+        for sock in (listening, self._woken):
+            self._poll.register(sock, select.EPOLLIN)
+        job.wake = self._wake_up
         self._thread = threading.Thread(target=self._run, name="elaunch-tcpstore", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End all connections, and leave the port."""
-        self._end.close()
+        self._job.close()
+        self._wake_up()
         self._thread.join()
 
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is full of such bytes, or closed
+            self._wake.send(b"\0")
+
     def _run(self) -> None:
-        while True:
-            left = None if self._accepts_at is None else self._accepts_at - time.monotonic()
-            if left is not None and left <= 0:
-                self._accept_again()
-                left = None
-            for key, events in self._selector.select(left):
-                if key.fileobj is self._ended:
-                    self._close()
-                    return
-                if key.fileobj is self._listening:
-                    self._accept()
-                else:
-                    self._turn(key.data, events)
-
-    def _close(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._listening.close()  # it is not registered while no descriptor is left
-        self._selector.close()
-
-    def _accept(self) -> None:
         try:
-            sock, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionError):  # it is gone already
+            self._serve_all()
+        finally:
+            self._job.close()
+            for sock in (self._listening, self._woken, self._wake):
+                sock.close()
+            for client in self._clients.values():
+                client.sock.close()
+            self._poll.close()
+
+    def _serve_all(self) -> None:
+        job, left = self._job, 0.0
+        while True:
+            ready = self._poll.poll(left, len(self._clients) + 2)
+            with job.changed:
+                if job.closed:
+                    return
+                now = job.tick()
+                for descriptor, events in ready:
+                    self._turn(descriptor, events, now)
+                left = job.expire()
+                post = job.post
+            if post.version > self._version:
+                self._send_to_all(post)
+            if now >= self._look_at:
+                self._look(now)
+
+    def _turn(self, descriptor: int, events: int, now: float) -> None:
+        client = self._clients.get(descriptor)
+        if client is None:
+            if descriptor == self._listening.fileno():
+                self._accept(now)
+            elif descriptor == self._woken.fileno():
+                self._woken.recv(CHUNK)
             return
-        except OSError as error:
-            # The listening socket stays readable: the thread would only come here again.
-            self._complain(f"takes no connection for now: {error.strerror}")
-            self._selector.unregister(self._listening)
-            self._accepts_at = time.monotonic() + _AGAIN_S
+        try:
+            if events & select.EPOLLOUT:
+                self._flush(client)
+            if events & ~select.EPOLLOUT:
+                self._receive(client, now)
+        except BlockingIOError:
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(sock, selectors.EVENT_READ, _Client(sock, self))
-        registered = self._selector.get_map()
-        if len(registered) > self._most + 2:  # the listening socket and the end are no clients
-            self._complain(
-                f"has {self._most} connections, for more raise ulimit -n: the most "
-                "silent one ends for each that comes"
-            )
-            clients = (key.data for key in registered.values() if key.data is not None)
-            self._drop(min(clients, key=attrgetter("heard")))
+        except _OtherProtocolError:
+            self._refuse(client)
+        except (OSError, _MalformedError, ValueError, RecursionError):  # of msgspec, the last two
+            self._drop(client)
+
+    # ── connections ──────────────────────────────────────────────────────────────────────────────
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, _ = self._listening.accept()
+            except (BlockingIOError, ConnectionError):  # it is gone already
+                return
+            except OSError as error:
+                # The listening socket stays readable: the thread would only come here again.
+                self._complain(f"takes no connection for now: {error.strerror}")
+                self._poll.unregister(self._listening)
+                self._pauses, self._look_at = True, now + LOOK_EVERY
+                return
+            sock.setblocking(False)
+            self._accepted += 1
+            self._clients[sock.fileno()] = _Client(sock, self._accepted, now)
+            self._poll.register(sock, select.EPOLLIN)
+            if len(self._clients) > self._most:
+                self._complain(
+                    f"has {self._most} connections, for more raise ulimit -n: the most "
+                    "silent one ends for each that comes"
+                )
+                self._drop(min(self._clients.values(), key=attrgetter("heard")))
 
     def _complain(self, problem: str) -> None:
         if not self._short:
             log.warning("the agents' store %s", problem)
         self._short = True
 
-    def _accept_again(self) -> None:
-        self._selector.register(self._listening, selectors.EVENT_READ)
-        self._accepts_at = None
+    def _look(self, now: float) -> None:
+        """Accept connections again, and end the silent ones."""
+        self._look_at = now + LOOK_EVERY
+        if self._pauses:
+            self._poll.register(self._listening, select.EPOLLIN)
+            self._pauses = False
+        for client in list(self._clients.values()):
+            if not client.follows and now - client.heard >= SILENT:
+                self._drop(client)
 
-    def _turn(self, client: _Client, events: int) -> None:
-        try:
-            if events & selectors.EVENT_READ:
-                data = client.sock.recv(CHUNK)
-                if not data:
-                    raise ConnectionResetError
-                client.received += data
-                client.heard = time.monotonic()
-                client.serve()
-            self._flush(client)
-        except BlockingIOError:
-            return
-        except (OSError, _MalformedError):
-            self._drop(client)
+    def _refuse(self, client: _Client) -> None:
+        """End a client of another protocol; the first one is named."""
+        if not self._refused:
+            with contextlib.suppress(OSError):
+                log.warning(
+                    "the agents' store refuses a client at %s that is none of this elaunch: "
+                    "torchrun, or another version of elaunch",
+                    client.sock.getpeername()[0],
+                )
+                self._refused = True
+        self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        self._forget(client)
-        with contextlib.suppress(KeyError, ValueError):  # it was dropped when it was to be woken
-            self._selector.unregister(client.sock)
-        client.sock.close()
+        if self._clients.pop(client.sock.fileno(), None) is not None:
+            client.sock.close()  # it leaves the poll with that
 
-    def _forget(self, client: _Client) -> None:
-        """Have a client wait for nothing."""
-        for name in client.waits_for:
-            self._waiting[name].discard(client)
-            if not self._waiting[name]:
-                del self._waiting[name]
-        client.waits_for = set()
+    # ── what clients send ────────────────────────────────────────────────────────────────────────
+
+    def _receive(self, client: _Client, now: float) -> None:
+        data = client.sock.recv(CHUNK)
+        if not data:
+            raise ConnectionResetError
+        client.heard = now
+        lease = self._job.heartbeats.get(data)
+        if lease is not None and client.opened and not client.received:
+            lease.renewed = now
+            self._send(client, _KEPT)
+            return
+        client.received += data
+        if client.opened or self._open(client):
+            self._serve(client)
+
+    def _open(self, client: _Client) -> bool:
+        """Answer as a TCPStore of which the identity is read; return whether it was."""
+        received = client.received
+        if not client.greeted:
+            if not _FIRST.startswith(received[: len(_FIRST)]):
+                valid = received.startswith(VALIDATE)
+                raise _OtherProtocolError if valid else _MalformedError
+            if len(received) < len(_FIRST) + NONCE:
+                return False
+            self._send(client, bytes(received[len(_FIRST) : len(_FIRST) + NONCE]))
+            del received[: len(_FIRST) + NONCE]
+            client.greeted = True
+        if not _ASKS.startswith(received[: len(_ASKS)]):
+            raise _OtherProtocolError
+        if len(received) < len(_ASKS):
+            return False
+        del received[: len(_ASKS)]
+        self._send(client, self._identity)
+        client.opened = True
+        return True
+
+    def _serve(self, client: _Client) -> None:
+        """Serve the requests that are there in full."""
+        received = client.received
+        while len(received) >= HEAD:
+            first, length = messages.head(received)
+            if first != MESSAGE:
+                raise _OtherProtocolError
+            if length > LONGEST_REQUEST:
+                raise _MalformedError
+            if len(received) < HEAD + length:
+                return
+            request = messages.read_request(bytes(received[HEAD : HEAD + length]))
+            del received[: HEAD + length]
+            answer = self._job.serve(request, client.number)
+            if isinstance(request, Read) and isinstance(answer, Posted):
+                client.follows, client.nodes = True, client.nodes or request.known
+                self._send(client, self._post_for(client, answer, MESSAGE))
+            else:
+                self._send(client, messages.frame(answer))
+
+    # ── what they are sent ───────────────────────────────────────────────────────────────────────
+
+    def _send_to_all(self, post: Posted) -> None:
+        self._version = post.version
+        self._frames.clear()
+        for client in list(self._clients.values()):
+            try:
+                self._send_newer(client, post)
+            except (OSError, _MalformedError):
+                self._drop(client)
+
+    def _send_newer(self, client: _Client, post: Posted) -> None:
+        """Send a post to a client that follows, unless it has yet to read what it was sent."""
+        if client.follows and not client.unsent and client.version < post.version:
+            self._send(client, self._post_for(client, post, NEW_POST))
+
+    def _post_for(self, client: _Client, post: Posted, first: int) -> bytes:
+        """Return the frame of a post for a client, with the nodes if it has others."""
+        known = post.since in (0, client.nodes)
+        key = first, post.version, known
+        if key not in self._frames:
+            short = Posted(post.version, post.since, post.value, b"") if known else post
+            self._frames[key] = messages.frame(short, first)
+        client.version = max(client.version, post.version)
+        client.nodes = post.since or client.nodes
+        return self._frames[key]
+
+    def _send(self, client: _Client, data: bytes) -> None:
+        """Send what the socket takes; the rest when it takes more."""
+        sent = 0
+        if not client.unsent:
+            with contextlib.suppress(BlockingIOError):
+                sent = client.sock.send(data)
+            if sent == len(data):
+                return
+            self._poll.modify(client.sock, select.EPOLLIN | select.EPOLLOUT)
+        client.size += len(data) - sent + _PART
+        if client.size > _MOST_UNSENT:
+            raise _MalformedError
+        client.unsent.append(memoryview(data)[sent:])
 
     def _flush(self, client: _Client) -> None:
-        """Send what the socket takes; the rest when it takes more."""
-        with contextlib.suppress(BlockingIOError):
-            while client.unsent:
-                del client.unsent[: client.sock.send(client.unsent)]
-        if client.is_full is bool(client.unsent):
-            return
-        client.is_full = not client.is_full
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.is_full else 0)
-        self._selector.modify(client.sock, wanted, client)
-
-    def requests(self, client: _Client) -> _Reading:
-        """Serve the requests of a client, one after the other; yields how many bytes it needs."""
-        yield len(VALIDATE)
-        if client.take(len(VALIDATE)) != VALIDATE:
-            raise _MalformedError
-        while True:
-            yield 1
-            code = client.take(1)[0]
-            serve = _SERVES.get(code)
-            if serve is None:
-                raise _MalformedError
-            yield from serve(self, client)
-
-    def _put(self, name: bytes, value: bytes) -> None:
-        self._values[name] = value
-        self._wake(name)
-
-    def _wake(self, name: bytes) -> None:
-        for client in self._waiting.pop(name, ()):
-            client.waits_for.discard(name)
-            if not client.waits_for:
-                try:
-                    client.answer(b"\x00")
-                    self._flush(client)
-                except (OSError, _MalformedError):
-                    self._drop(client)
-
-    def _set(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        self._put(name, (yield from _value(client)))
-
-    def _compare_set(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        expected = yield from _value(client)
-        value = yield from _value(client)
-        if self._values.get(name, b"") == expected:
-            self._put(name, value)
-        client.answer(_sent(self._values.get(name, expected)))
-
-    def _get(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        client.answer(_sent(self._values.get(name, b"")))
-
-    def _add(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        yield 8
-        (number,) = _I64.unpack(client.take(8))
-        try:
-            number += int(self._values.get(name, b"0"))
-            client.answer(_I64.pack(number))
-        except (ValueError, struct.error):
-            raise _MalformedError from None
-        self._put(name, str(number).encode())
-
-    def _wait(self, client: _Client) -> _Reading:
-        names = yield from _names(client)
-        self._forget(client)
-        client.waits_for = {n for n in names if n not in self._values and not self._queues.get(n)}
-        for name in client.waits_for:
-            self._waiting[name].add(client)
-        if not client.waits_for:
-            client.answer(b"\x00")
-
-    def _cancel_wait(self, client: _Client) -> _Reading:
-        yield 0
-        self._forget(client)
-        client.answer(b"\x01")
-
-    def _delete(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        found = self._values.pop(name, None), self._queues.pop(name, None)
-        client.answer(_I64.pack(found != (None, None)))
-
-    def _multi_get(self, client: _Client) -> _Reading:
-        for name in (yield from _names(client)):
-            client.answer(_sent(self._values.get(name, b"")))
-
-    def _multi_set(self, client: _Client) -> _Reading:
-        for _ in range((yield from _number(client, _MOST_KEYS))):
-            yield from self._set(client)
-
-    def _ping(self, client: _Client) -> _Reading:
-        yield 4
-        client.answer(client.take(4))
-
-    def _push(self, client: _Client) -> _Reading:
-        name = yield from _value(client)
-        self._queues[name].append((yield from _value(client)))
-        self._wake(name)
-
-    def _pop(self, client: _Client) -> _Reading:
-        queue = self._queues.get((yield from _value(client)))
-        client.answer(_I64.pack(len(queue or ())))
-        if queue:
-            client.answer(_sent(queue.popleft()))
-
-
-def _number(client: _Client, most: int) -> Generator[int, None, int]:
-    yield 8
-    (number,) = _U64.unpack(client.take(8))
-    if number > most:
-        raise _MalformedError
-    return int(number)
-
-
-def _value(client: _Client) -> Generator[int, None, bytes]:
-    length = yield from _number(client, LONGEST)
-    yield length
-    return client.take(length)
-
-
-def _names(client: _Client) -> Generator[int, None, list[bytes]]:
-    count, names = (yield from _number(client, _MOST_KEYS)), list[bytes]()
-    while len(names) < count:
-        names += [(yield from _value(client))]
-    return names
-
-
-def _sent(value: bytes) -> bytes:
-    return _U64.pack(len(value)) + value
-
-
-_I64 = struct.Struct("<q")
-_U64 = struct.Struct("<Q")
-_SERVES = {
-    1: TcpServer._set,
-    2: TcpServer._compare_set,
-    3: TcpServer._get,
-    4: TcpServer._add,
-    6: TcpServer._wait,
-    8: TcpServer._delete,
-    10: TcpServer._multi_get,
-    11: TcpServer._multi_set,
-    12: TcpServer._cancel_wait,
-    13: TcpServer._ping,
-    14: TcpServer._push,
-    15: TcpServer._pop,
-}
-"""By the codes of the table in ``wire``."""
+        while client.unsent:
+            part = client.unsent[0]
+            sent = client.sock.send(part)
+            client.unsent[0] = part[sent:]
+            if sent == len(part):
+                client.unsent.popleft()
+        client.size = 0
+        self._poll.modify(client.sock, select.EPOLLIN)
+        self._send_newer(client, self._job.post)

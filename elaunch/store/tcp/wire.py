@@ -10,22 +10,20 @@ get            3     key                                              value; emp
                                                                       (without libuv: none)
 add            4     key, i64                                         i64: the sum
 wait           6     u64 1, key                                       byte 0 once the key exists
-delete_key     8     key                                              i64: how many
-multi_get      10    u64 n, n keys                                    n values
 multi_set      11    u64 n, n keys, each with its value               none
 cancel_wait    12    nothing                                          byte 1
 ping           13    u32                                              the same u32
-queue_push     14    key, value                                       none
-queue_pop      15    key                                              i64 length; value if it is > 0
 =============  ====  ===============================================  ===========================
 
 Numbers are little-endian. A key is a u64 length and "/" and the name; a value a u64 length and the
-bytes. Requests are served in the order they came in; many may be sent in one go.
+bytes. Requests are served in the order they came in; many may be sent in one go. These are those
+that the ranks need of the round's store, which is torch's; of the agents' own store only the
+identity is read so (elaunch.store.tcp.messages).
 
 torch's own client and store are not used for this, for three reasons: the client waits for an
-answer without a deadline, so that a frozen host would freeze every agent; nothing can wake it; and
-an agent would import torch, which costs a second or two and 200 MB. The protocol is that of torch
-2.13; tests/store/tcp meets torch's client on the other side.
+answer without a deadline, so that a frozen host would freeze every process; nothing can wake it;
+and an agent would import torch, which costs a second or two and 200 MB. The protocol is that of
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -48,6 +46,9 @@ ETCD_PORT = 2379
 """Of another backend than this one: a flag is wrong where it is used here."""
 VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
 """The first bytes of a connection."""
+PING = b"\x0d"
+NONCE = 4
+"""Bytes after a ping, which the answer to it repeats."""
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 CANCEL_WAIT = b"\x0c"
@@ -62,30 +63,31 @@ class ForeignAnswer(Exception):
     """The other side is no TCPStore; the text has what it sent."""
 
 
-def _bytes(data: bytes) -> bytes:
+def sized(data: bytes) -> bytes:
+    """Return a value as it is sent."""
     if len(data) > LONGEST:
         raise ValueError(f"{len(data)} bytes are more than a TCPStore takes ({LONGEST})")
     return _U64.pack(len(data)) + data
 
 
 def _key(key: str) -> bytes:
-    return _bytes(b"/" + key.encode())
+    return sized(b"/" + key.encode())
 
 
 def put(key: str, value: bytes) -> bytes:
     """Return a request to set ``key``; no reply."""
-    return b"\x01" + _key(key) + _bytes(value)
+    return b"\x01" + _key(key) + sized(value)
 
 
 def multi_put(pairs: Sequence[tuple[str, bytes]]) -> bytes:
     """Return a request to set several keys; no reply."""
-    body = b"".join(_key(key) + _bytes(value) for key, value in pairs)
+    body = b"".join(_key(key) + sized(value) for key, value in pairs)
     return b"\x0b" + _U64.pack(len(pairs)) + body
 
 
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
     """Return a request to set ``key`` if it is ``expected``; the reply is what it then is."""
-    return b"\x02" + _key(key) + _bytes(expected) + _bytes(value)
+    return b"\x02" + _key(key) + sized(expected) + sized(value)
 
 
 def get(key: str) -> bytes:
@@ -103,26 +105,6 @@ def wait(key: str) -> bytes:
     return b"\x06" + _U64.pack(1) + _key(key)
 
 
-def delete(key: str) -> bytes:
-    """Return a request to delete ``key``; the reply is an integer."""
-    return b"\x08" + _key(key)
-
-
-def multi_get(keys: Sequence[str]) -> bytes:
-    """Return a request for the values of ``keys``."""
-    return b"\x0a" + _U64.pack(len(keys)) + b"".join(map(_key, keys))
-
-
-def push(key: str, value: bytes) -> bytes:
-    """Return a request to put ``value`` at the end of the queue ``key``; no reply."""
-    return b"\x0e" + _key(key) + _bytes(value)
-
-
-def pop(key: str) -> bytes:
-    """Return a request for the first of the queue ``key``; see :meth:`Connection.popped`."""
-    return b"\x0f" + _key(key)
-
-
 class Connection:
     """One connection; one thread at a time uses it, any thread may cut it.
 
@@ -132,8 +114,6 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.waits_for = ""
-        """The key whose announcement is still to be read; until then nothing else is asked for."""
         self._sock = sock
         self._news = select.poll()
         self._received = bytearray()
@@ -146,11 +126,11 @@ class Connection:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock.setblocking(False)
         self._news.register(self._sock, select.POLLIN)
-        nonce = os.urandom(4)
+        nonce = os.urandom(NONCE)
         hint = "; for an etcd give --rdzv-backend etcd" if address[1] == ETCD_PORT else ""
-        self.send([VALIDATE, b"\x0d", nonce], until)
+        self.send([VALIDATE, PING, nonce], until)
         try:
-            answer = self._read(len(nonce), until)
+            answer = self.read(len(nonce), until)
         except TimeoutError:
             raise TimeoutError(f"it accepts connections and says nothing{hint}") from None
         if answer != nonce:
@@ -174,52 +154,32 @@ class Connection:
         self.send([request], until)
         return self.value(until)
 
-    def values(self, keys: Sequence[str], until: float) -> list[bytes]:
-        """Ask for the values of ``keys``, and read them."""
-        self.send([multi_get(keys)], until)
-        return [self.value(until) for _ in keys]
-
-    def values_and_wait(self, keys: Sequence[str], key: str, until: float) -> list[bytes]:
-        """As :meth:`values`; ``key`` is announced once it exists, which :meth:`awaited` reads."""
-        self.send([multi_get(keys), wait(key)], until)
-        self.waits_for = key
-        return [self.value(until) for _ in keys]
-
     def value(self, until: float) -> bytes:
         """Read a value."""
-        (length,) = _U64.unpack(self._read(8, until))
+        (length,) = _U64.unpack(self.read(8, until))
         if length > LONGEST + 1:
             raise ForeignAnswer(f"something that is no TCPStore sent a length of {length}")
-        return self._read(length, until)
+        return self.read(length, until)
 
     def integer(self, until: float) -> int:
         """Read an integer."""
-        (number,) = _I64.unpack(self._read(8, until))
+        (number,) = _I64.unpack(self.read(8, until))
         return int(number)
-
-    def popped(self, until: float) -> tuple[int, bytes]:
-        """Read a reply to :func:`pop`: how many are left in the queue, and the value.
-
-        (-1, b"") if the queue was empty.
-        """
-        length = self.integer(until)
-        return (length - 1, self.value(until)) if length > 0 else (-1, b"")
 
     def awaited(self, until: float, grace: float) -> bool:
         """Read the reply to :func:`wait`, or cancel it at ``until``; whether the key exists.
 
         ``grace``: seconds for the server to answer the cancellation.
         """
-        self.waits_for = ""
         try:
-            self._read(1, until)
+            self.read(1, until)
             return True
         except TimeoutError:
             cancelled_by = time.monotonic() + grace
         self.send([CANCEL_WAIT], cancelled_by)
-        if self._read(1, cancelled_by) == b"\x01":
+        if self.read(1, cancelled_by) == b"\x01":
             return False
-        self._read(1, cancelled_by)  # both answers were on their way
+        self.read(1, cancelled_by)  # both answers were on their way
         return True
 
     def cut(self) -> None:
@@ -233,7 +193,8 @@ class Connection:
         """Free the descriptor; only the thread that uses it may."""
         self._sock.close()
 
-    def _read(self, count: int, until: float) -> bytes:
+    def read(self, count: int, until: float) -> bytes:
+        """Read so many bytes; those of an attempt that timed out are read by the next one."""
         while len(self._received) < count:
             _await(self._news, until)
             chunk = self._sock.recv(max(CHUNK, min(count - len(self._received), 1024 * 1024)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from elaunch.errors import StoreDenied
 from elaunch.rendezvous import munge
 from elaunch.rendezvous.munge import MungeKey
 from elaunch.store.protocol import Store
-from elaunch.store.tcp import client as tcp
-from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import IDENTITY, handshake
+from elaunch.store.tcp.connection import IDENTITY
 from tests import launching, munged
-from tests.attacks.stranger import stranger
-from tests.etcdserver import etcd
+from tests.attacks.stranger import stranger, stranger_in_etcd
+from tests.etcdserver import Cluster, etcd
 from tests.munged import NOBODY, SRUN, Munged
 
 NO_KEY = "shares no key by MUNGE, which works on this node"
@@ -78,9 +76,14 @@ def around_tcp(port: int, stack: ExitStack) -> Agents:
 
 
 @pytest.fixture
-def around_etcd(tmp_path: Path, stack: ExitStack) -> Agents:
+def server(tmp_path: Path, stack: ExitStack) -> Cluster:
+    """Run an etcd."""
+    return stack.enter_context(etcd(tmp_path / "etcd"))
+
+
+@pytest.fixture
+def around_etcd(server: Cluster, stack: ExitStack) -> Agents:
     """Return agents that meet in an etcd."""
-    server = stack.enter_context(etcd(tmp_path / "etcd"))
     endpoints = server.place().endpoints
     return Agents(RendezvousSettings("etcd", endpoints, connect_timeout=60.0), stack)
 
@@ -113,14 +116,10 @@ def test_a_host_that_is_started_anew_gives_a_new_key(around_tcp: Agents, daemon:
 
 def test_a_static_job_has_a_key(stack: ExitStack, port: int, daemon: Munged) -> None:
     """Although its store is elsewhere than at the master's port."""
-    stack.callback(tcp.host(socket.create_server(("127.0.0.1", port)), "job").close)
+    from torch.distributed import TCPStore
 
-    def publish(text: str) -> None:
-        address, until = (socket.AF_INET, ("127.0.0.1", port)), time.monotonic() + 60.0
-        connection, _ = handshake(address, until, hold=lambda _: None)
-        with closing(connection):
-            connection.send([wire.put(IDENTITY, text.encode())], until)
-
+    masters = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    publish = partial(masters.set, IDENTITY)
     found = []
     for rank in range(2):
         settings = RendezvousSettings(
@@ -270,49 +269,36 @@ def test_in_etcd_an_agent_without_munge_is_told(
     ("found", "problem"),
     [
         (b"garbage", "is refused: it is no credential of MUNGE"),
-        (b"", NO_KEY),
         (None, "the user with uid 65534 has made it, and not 0"),
     ],
-    ids=["garbage", "removed", "anothers"],
+    ids=["garbage", "anothers"],
 )
 def test_what_a_stranger_puts_in_place_of_the_key_is_refused(
-    around_tcp: Agents, port: int, daemon: Munged, found: bytes | None, problem: str
+    around_etcd: Agents, server: Cluster, daemon: Munged, found: bytes | None, problem: str
 ) -> None:
-    """By agents that come; those that have the key go on with it, on another connection too."""
+    """By agents that come; those that have the key go on with it."""
     munged.other_users_needed()
-    host, _ = around_tcp.one_more()
-    client, store = around_tcp.one_more()
-    key = client.secret
+    first, _ = around_etcd.one_more()
+    key = first.secret
     assert key is not None
     if found is None:
         payload = b'{"elaunch": 1, "run_id": "job", "key": "%b"}' % (b"73" * munge.KEY_BYTES)
         found = daemon.credential(payload, uid=NOBODY)
-    with stranger(port, "job") as other:
+    with stranger_in_etcd(server, "job") as other:
         other.put("shared", found)
-        assert other.get("shared") == found
+        assert other.store.shared() == found
     with pytest.raises(StoreDenied, match=problem):
-        around_tcp.one_more()
-    store.close()
-    with pytest.raises(StoreDenied, match=problem):
-        client.open()
-    assert (host.secret, client.secret) == (key, key)
+        around_etcd.one_more()
+    assert first.secret == key
 
 
 @pytest.mark.slow
-def test_a_key_that_is_there_before_the_host_is_replaced(
-    around_tcp: Agents, port: int, daemon: Munged, monkeypatch: pytest.MonkeyPatch
+def test_a_stranger_does_not_choose_the_key_of_a_hosted_store(
+    around_tcp: Agents, port: int, daemon: Munged
 ) -> None:
-    """A stranger who is quick, with a credential of an earlier job, does not choose the key."""
+    """Neither with a credential of an earlier job, nor with none: the host's is there before."""
     old = munge.make(b"o" * munge.KEY_BYTES, "job")
-    announce = tcp._announce
-
-    def quick(*given: object) -> object:
-        with stranger(port, "job") as other:
-            other.put("shared", old)
-            assert other.get("shared") == old
-        return announce(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tcp, "_announce", quick)
-    host, store = around_tcp.one_more()
-    assert store.shared() != old and host.secret != b"o" * munge.KEY_BYTES
-    assert around_tcp.one_more()[0].secret == host.secret
+    host, _ = around_tcp.one_more()
+    with stranger(port, "job") as other:
+        assert [other.store.shared(one) == old for one in (old, b"x", b"")] == [False] * 3
+    assert around_tcp.one_more()[0].secret == host.secret != b"o" * munge.KEY_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -28,8 +26,7 @@ from elaunch.errors import (
 )
 from elaunch.store.protocol import Store
 from elaunch.store.tcp import client as tcp
-from elaunch.store.tcp import wire
-from elaunch.store.tcp.connection import IDENTITY, handshake
+from elaunch.store.tcp.connection import IDENTITY
 from tests import launching
 from tests.launching import wait_until
 
@@ -182,24 +179,19 @@ def test_who_looks_for_the_store_stops_when_the_agent_ends(
         client.open()
 
 
-def masters_port(stack: ExitStack, port: int) -> Callable[[str], None]:
+def masters_port(port: int) -> Callable[[str], None]:
     """Host a store at the master's port; return what publishes a text there."""
-    stack.callback(tcp.host(socket.create_server(("127.0.0.1", port)), "job").close)
+    from torch.distributed import TCPStore
 
-    def publish(text: str) -> None:
-        address = (socket.AF_INET, ("127.0.0.1", port))
-        connection, _ = handshake(address, time.monotonic() + 20.0, hold=lambda _: None)
-        with contextlib.closing(connection):
-            connection.send([wire.put(IDENTITY, text.encode())], time.monotonic() + 20.0)
-
-    return publish
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return lambda text: store.set(IDENTITY, text)
 
 
 def test_a_static_host_that_is_started_again_is_found_at_its_new_port(
     stack: ExitStack, free_port: int
 ) -> None:
     """The others ask at the master's port, the one that all know, when nothing listens any more."""
-    publish = masters_port(stack, free_port)
+    publish = masters_port(free_port)
 
     def host() -> tuple[StoreOpener, Store]:
         settings = meeting(free_port, backend="static", is_host=True)

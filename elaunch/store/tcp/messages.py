@@ -1,0 +1,150 @@
+"""The messages between the agents of a job and the host of their store.
+
+A connection is opened as one to any TCPStore, and the store's identity is read (``wire``,
+``connection``). From then on both sides send frames: a byte, the length of the message as a u32
+(little-endian), the message in MessagePack.
+
+===============================  ==================================================================
+request (0xE1)                   answer (0xE1), in the order of the requests
+===============================  ==================================================================
+``Enrol`` name owner ttl value   whether the entry is there; not where the name is or was another's
+``Put`` name value               whether it is there still: replaces its value, and renews it
+``Renew`` name                   whether it is there still
+``Withdraw`` name                whether it was there
+``Members``                      name → seconds since the last renewal, value
+``Shared`` offer                 the value that all share
+``Read`` after known             the newest ``Posted`` if it is newer than the version ``after``,
+                                 else one with the version 0; the connection then follows the plan
+===============================  ==================================================================
+
+A connection that follows the plan is sent each new version (0xE2), between answers; of several that
+come while it reads nothing, the newest. The nodes of a plan, which are the long part of it, are
+sent over a connection if they are not those that it was sent last, or those ``known`` already:
+``since`` is the version with which they came.
+
+So a round costs an agent four messages and their answers: two records, two plans. Whatever is
+malformed ends the connection over which it came.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL: Final = 2
+"""In the identity of a store; 1 was kept under the keys of a plain TCPStore."""
+MESSAGE: Final = 0xE1
+NEW_POST: Final = 0xE2
+"""First bytes of frames; those of TCPStore's requests are below 0x20."""
+LONGEST_ENTRY: Final = 1024 * 1024
+LONGEST_REQUEST: Final = LONGEST_ENTRY + 1024
+LONGEST_ANSWER: Final = 1 << 26
+"""Bytes; the nodes of 16,384 agents are half a megabyte, their entries some."""
+TTL: Final = (0.05, 3600.0)
+"""Seconds that an agent may ask for."""
+
+_HEAD: Final = struct.Struct("<BI")
+HEAD: Final = _HEAD.size
+NAME: Final = r"\A[A-Za-z0-9_.-]{1,64}\Z"
+Name: TypeAlias = Annotated[str, Meta(pattern=NAME)]
+Entry: TypeAlias = Annotated[bytes, Meta(max_length=LONGEST_ENTRY)]
+
+
+class Enrol(Struct, frozen=True, array_like=True, tag=1):
+    """Write a new entry; the same ``owner``, a random word, may ask again."""
+
+    name: Name
+    owner: Annotated[bytes, Meta(max_length=16)]
+    ttl: Annotated[float, Meta(ge=TTL[0], le=TTL[1])]
+    value: Entry
+
+
+class Put(Struct, frozen=True, array_like=True, tag=2):
+    """Replace the value of an entry."""
+
+    name: Name
+    value: Entry
+
+
+class Renew(Struct, frozen=True, array_like=True, tag=3):
+    """Keep an entry: a heartbeat."""
+
+    name: Name
+
+
+class Withdraw(Struct, frozen=True, array_like=True, tag=4):
+    """Remove an entry."""
+
+    name: Name
+
+
+class Members(Struct, frozen=True, array_like=True, tag=5):
+    """Return all entries."""
+
+
+class Shared(Struct, frozen=True, array_like=True, tag=6):
+    """Return what all share; ``offer`` becomes it where there is nothing yet."""
+
+    offer: Entry
+
+
+class Read(Struct, frozen=True, array_like=True, tag=7):
+    """Return the newest post, and follow."""
+
+    after: int
+    known: int
+
+
+class Posted(Struct, frozen=True, array_like=True):
+    """A post as it is sent; ``since`` is 0 for one without nodes."""
+
+    version: int
+    since: int
+    value: bytes
+    nodes: bytes
+
+
+Request: TypeAlias = Enrol | Put | Renew | Withdraw | Members | Shared | Read
+_ANSWERS: Final[dict[type[Request], Any]] = {
+    Enrol: bool,
+    Put: bool,
+    Renew: bool,
+    Withdraw: bool,
+    Members: dict[str, tuple[float, bytes]],
+    Shared: bytes,
+    Read: Posted,
+}
+_requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_answers: Final = {kind: msgspec.msgpack.Decoder(type=of) for kind, of in _ANSWERS.items()}
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def is_name(name: str) -> bool:
+    """Return whether ``name`` can be a member's."""
+    return re.search(NAME, name) is not None
+
+
+def frame(message: object, first: int = MESSAGE) -> bytes:
+    """Return a message as it is sent."""
+    body = _encode(message)
+    return _HEAD.pack(first, len(body)) + body
+
+
+def head(data: bytes | bytearray) -> tuple[int, int]:
+    """Return the first byte of a frame and the length of its message."""
+    first, length = _HEAD.unpack_from(data)
+    return first, length
+
+
+def read_request(body: bytes | bytearray) -> Request:
+    """Return the request in ``body``; raises ValueError, RecursionError."""
+    return _requests.decode(body)
+
+
+def read_answer(body: bytes, kind: type[Request]) -> Any:
+    """Return the answer to a request of that ``kind``; raises ValueError, RecursionError."""
+    return _answers[kind].decode(body)
