@@ -19,8 +19,7 @@ Every method that talks to another machine has a deadline and raises one of
 ===================  ===========================================================================
 StoreUnreachable     nobody answers; ``refused``: the machine is there and the port closed
 StoreFull            it answers and takes no more writes
-StoreDenied          the store answers and does not let us in (TLS, user, password), or its
-                     host's torch cannot serve one
+StoreDenied          the store answers and does not let us in (TLS, user, password)
 StoreReplaced        another store answers there, without our entry: open it anew
 LeaseLost            our own entry is gone: expired or removed; enrol again under a new name
 ===================  ===========================================================================

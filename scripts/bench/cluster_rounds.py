@@ -10,8 +10,7 @@ figure       from … to
 form         "go" → the last agent has read the plan of the round, with its rank in it
 told         one agent says that a worker failed → the last agent has read that it must stop
 traffic      nothing but heartbeats: payload bytes of all TCP connections to the store, both
-             ways, per agent and second, from ``ss -ti`` (what the store's own process has
-             with itself is included, and shown by itself, too)
+             ways, per agent and second, from ``ss -ti``
 ===========  =================================================================================
 
 A store that an agent hosts anew has its first round after a third of the heartbeat timeout at the
@@ -43,9 +42,9 @@ from elaunch.config.rendezvous import default_heartbeat
 
 FORM_LIMITS = {
     32: {C10D: 0.1, ETCD: 0.3},
-    256: {C10D: 0.3, ETCD: 0.8},
-    1024: {C10D: 1.0, ETCD: 4.0},
-    4096: {C10D: 8.0},
+    256: {C10D: 0.15, ETCD: 0.8},
+    1024: {C10D: 0.7, ETCD: 3.0},
+    4096: {C10D: 6.0},
 }
 TOLD_LIMITS = {1024: dict.fromkeys(OURS, 0.3)}
 TRAFFIC_LIMIT = 120.0
@@ -78,15 +77,8 @@ def traffic_cases(options: Options) -> list[Case]:
     agents = f"{size:,} agents" + (
         f" (etcd {TRAFFIC_ETCD_MOST})" if size > TRAFFIC_ETCD_MOST else ""
     )
-    figures = (
-        Figure(
-            "traffic",
-            f"steady store traffic per agent, {agents}",
-            "B/s",
-            dict.fromkeys(OURS, TRAFFIC_LIMIT),
-        ),
-        Figure("traffic-host", "… of it, the host's own with itself", "B/s"),
-    )
+    title = f"steady store traffic per agent, {agents}"
+    figures = (Figure("traffic", title, "B/s", dict.fromkeys(OURS, TRAFFIC_LIMIT)),)
     repeats = dict.fromkeys(OURS, 1)
     return [Case("traffic", "traffic", figures, partial(_traffic, size), repeats)]
 
@@ -147,22 +139,17 @@ def _traffic(size: int, trial: Trial) -> Mapping[str, Sample]:
     ):
         people.order("go")
         time.sleep(2 * QUIET_SECONDS)
-        host = people.processes[0].pid
-        begin, before = time.monotonic(), _payload(where.endpoint, host)
+        begin, before = time.monotonic(), _payload(where.endpoint)
         time.sleep(window)
-        seconds, after = time.monotonic() - begin, _payload(where.endpoint, host)
+        seconds, after = time.monotonic() - begin, _payload(where.endpoint)
         busy = machine.load()
         trouble = people.report()
-    per_agent = [(b - a) / seconds / size for a, b in zip(before, after, strict=True)]
-    detail = {"seconds": round(seconds, 2), **busy}
-    found = {"traffic": Sample(per_agent[0], trouble, detail)}
-    if trial.column == C10D:  # the host of the TCPStore is in one process with it
-        found["traffic-host"] = Sample(per_agent[1])
-    return found
+    per_agent = (after - before) / seconds / size
+    return {"traffic": Sample(per_agent, trouble, {"seconds": round(seconds, 2), **busy})}
 
 
-def _payload(endpoint: str, host: int) -> tuple[int, int]:
-    """Return the bytes of all connections to the store so far, and those of the host's process.
+def _payload(endpoint: str) -> int:
+    """Return the bytes of all connections to the store so far.
 
     Only the clients' ends are counted, and of both directions what has arrived.
 
@@ -176,9 +163,4 @@ def _payload(endpoint: str, host: int) -> tuple[int, int]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise JobError(f"bytes cannot be counted (ss, of iproute2): {error}") from error
-    total = own = 0
-    for line in said.stdout.splitlines():
-        counted = sum(map(int, re.findall(r"\bbytes_(?:acked|received):(\d+)", line)))
-        total += counted
-        own += counted if f"pid={host}," in line else 0
-    return total, own
+    return sum(map(int, re.findall(r"\bbytes_(?:acked|received):(\d+)", said.stdout)))

@@ -27,7 +27,7 @@ def host() -> StoreHost:
 def cost(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count requests, and bytes both ways."""
     cost = [0, 0]
-    send, read = wire.Connection.send, wire.Connection._read
+    send, read = wire.Connection.send, wire.Connection.read
 
     def counting_send(line: wire.Connection, requests: Iterable[bytes], until: float) -> None:
         sent = list(requests)
@@ -39,7 +39,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return read(line, count, until)
 
     monkeypatch.setattr(wire.Connection, "send", counting_send)
-    monkeypatch.setattr(wire.Connection, "_read", counting_read)
+    monkeypatch.setattr(wire.Connection, "read", counting_read)
     return cost
 
 
