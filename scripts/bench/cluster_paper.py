@@ -110,12 +110,14 @@ def _tcp(agents: int, record: bytes, plan: bytes) -> tuple[Cost, Cost]:
     from elaunch.store.tcp import messages
 
     name, answer = "00abcd", messages.frame(True)
-    written = messages.frame(messages.Put(name, record)) + answer
-    post = messages.frame(messages.Posted(123, 119, plan, b""), messages.NEW_POST)
+    written = messages.frame(messages.PutEntry(name, record)) + answer
+    post = messages.frame(messages.SentPost(123, 119, plan, b""), messages.NEW_POST)
     size = PLANS * len(post) + RECORDS * len(written)
     beats = agents * RENEWALS_A_SECOND
-    steady = beats * len(messages.frame(messages.Renew(name)) + answer)
-    look = messages.frame(messages.Read(123, 119)) + messages.frame(messages.Posted(0, 0, b"", b""))
+    steady = beats * len(messages.frame(messages.RenewEntry(name)) + answer)
+    look = messages.frame(messages.ReadPlan(123, 119)) + messages.frame(
+        messages.SentPost(0, 0, b"", b"")
+    )
     steady += agents * len(look) / LONG_SLICE
     return Cost(agents * (PLANS + RECORDS), agents * size), Cost(beats, steady)
 

@@ -22,7 +22,7 @@ from elaunch.rendezvous.plan import NodeStatus
 from elaunch.rendezvous.records import RecordError, decode_agent
 from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcp import client, connection, host, messages, wire
-from elaunch.store.tcp.messages import Members, Read, Renew, Shared
+from elaunch.store.tcp.messages import ReadMembers, ReadPlan, ReadShared, RenewEntry
 from elaunch.text import duration
 from tests.attacks.stranger import stranger
 from tests.attacks.test_plans import job
@@ -121,7 +121,10 @@ def test_bytes_of_a_stranger_do_not_stop_the_host(hosted: Store, port: int) -> N
     """Before, behind and instead of what opens a connection; thousands of times."""
     rng = random.Random(7)
     opening = wire.VALIDATE + wire.PING + b"1234" + wire.get(connection.IDENTITY)
-    asked = [messages.frame(one) for one in (Members(), Read(0, 0), Renew("host"), Shared(b""))]
+    asked = [
+        messages.frame(one)
+        for one in (ReadMembers(), ReadPlan(0, 0), RenewEntry("host"), ReadShared(b""))
+    ]
     with stranger(port, "job") as other:
         for number in range(400):
             sent = bytearray(opening + b"".join(rng.choices(asked, k=6)))

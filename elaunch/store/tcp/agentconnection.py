@@ -32,7 +32,7 @@ from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Post
 from elaunch.store.tcp import messages
 from elaunch.store.tcp.connection import StoreTarget, handshake
-from elaunch.store.tcp.messages import HEAD, LONGEST_ANSWER, NEW_POST, Posted, Read, Request
+from elaunch.store.tcp.messages import HEAD, LONGEST_ANSWER, NEW_POST, ReadPlan, Request, SentPost
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
 
 AGAIN: Final = 0.02
@@ -44,7 +44,7 @@ was frozen past it, the answer may be there."""
 Found = TypeVar("Found")
 
 
-class _Call:
+class _Asked:
     """A request that was sent, and its answer once that is there."""
 
     def __init__(self, kind: type[Request]) -> None:
@@ -67,14 +67,14 @@ class SharedConnection:
         """The newest that was sent."""
         self._connection = connection
         self._changed = threading.Condition(threading.Lock())
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_Asked] = deque()
         self._head: tuple[int, int] | None = None  # of the frame that is being read
         self._reads = False
         self.broken = False
 
     def ask(self, request: Request, until: float) -> Any:
         """Send a request and return its answer."""
-        call = _Call(type(request))
+        call = _Asked(type(request))
         with self._changed:
             self._check()
             self._connection.send([messages.frame(request)], until)
@@ -83,7 +83,7 @@ class SharedConnection:
 
     def read_post(self, after: int, until: float) -> Post | None:
         """Ask for the newest post; None if it is not newer than ``after``."""
-        found: Posted = self.ask(Read(after, self.nodes[0]), until)
+        found: SentPost = self.ask(ReadPlan(after, self.nodes[0]), until)
         self.follows = True
         return self.post if found.version else None
 
@@ -140,11 +140,11 @@ class SharedConnection:
                 self._connection.close()
         try:
             if first == NEW_POST:
-                self._note(msgspec.msgpack.decode(body, type=Posted))
+                self._note(msgspec.msgpack.decode(body, type=SentPost))
             elif self._calls:
                 call = self._calls.popleft()
                 call.answer = messages.read_answer(body, call.kind)
-                if isinstance(call.answer, Posted):
+                if isinstance(call.answer, SentPost):
                     self._note(call.answer)
         except (ValueError, RecursionError) as error:
             raise ForeignAnswer(f"something that is no store of elaunch answers: {error}") from None
@@ -159,7 +159,7 @@ class SharedConnection:
         self._head = None
         return first, body
 
-    def _note(self, posted: Posted) -> None:
+    def _note(self, posted: SentPost) -> None:
         if posted.nodes:
             self.nodes = posted.since, posted.nodes
         if posted.version > (self.post.version if self.post else 0):

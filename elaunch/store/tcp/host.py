@@ -31,7 +31,16 @@ from typing import Any, Final, Literal
 from elaunch.errors import LeaseLost, StoreClosed
 from elaunch.store.protocol import Change, Post
 from elaunch.store.tcp import messages
-from elaunch.store.tcp.messages import Enrol, Members, Posted, Put, Read, Request, Shared, Withdraw
+from elaunch.store.tcp.messages import (
+    EnrolEntry,
+    PutEntry,
+    ReadMembers,
+    ReadPlan,
+    ReadShared,
+    Request,
+    SentPost,
+    WithdrawEntry,
+)
 
 STEP: Final = 0.4
 """Part of the shortest ``ttl`` that the clock counts at most, however long the host slept."""
@@ -99,7 +108,7 @@ class HostedJob:
     def __init__(self, shared: bytes = b"") -> None:
         self.changed = threading.Condition()
         self.closed = False
-        self.post = Posted(0, 0, b"", b"")
+        self.post = SentPost(0, 0, b"", b"")
         """The newest; the version 0 is none."""
         self.heartbeats: dict[bytes, HostedLease] = {}
         """By the frame that renews each."""
@@ -144,7 +153,7 @@ class HostedJob:
                 return False
             if nodes and nodes != self._nodes[1]:
                 self._nodes = version, nodes
-            self.post = Posted(version, self._nodes[0] if nodes else 0, value, nodes)
+            self.post = SentPost(version, self._nodes[0] if nodes else 0, value, nodes)
             self.changed.notify_all()
         self.wake()
         return True
@@ -206,29 +215,29 @@ class HostedJob:
     def serve(self, request: Request, writer: float) -> object:
         """Return the answer to a request; ``writer`` is the later, the newer its connection is."""
         match request:
-            case Enrol():
+            case EnrolEntry():
                 return self._enrol(request, writer)
-            case Put(name, value):
+            case PutEntry(name, value):
                 return self._put(name, value, writer)
-            case Withdraw(name):
+            case WithdrawEntry(name):
                 return name in self._leases and self._drop(name, "left")
-            case Members():
+            case ReadMembers():
                 values, now = self._entries.values, self._now
                 return {n: (now - one.renewed, values[n]) for n, one in self._leases.items()}
-            case Shared(offer):
+            case ReadShared(offer):
                 self._shared = self._shared or offer
                 return self._shared
-            case Read(after):
-                return self.post if self.post.version > after else Posted(0, 0, b"", b"")
+            case ReadPlan(after):
+                return self.post if self.post.version > after else SentPost(0, 0, b"", b"")
         return self._renew(request.name)
 
-    def _enrol(self, new: Enrol, writer: float) -> bool:
+    def _enrol(self, new: EnrolEntry, writer: float) -> bool:
         lease = self._leases.get(new.name)
         if lease is not None:  # an answer that was lost, or another agent's name
             return lease.owner == new.owner and self._put(new.name, new.value, writer)
         if self._entries.knows(new.name) or len(self._leases) >= MOST_ENTRIES:
             return False
-        heartbeat = messages.frame(messages.Renew(new.name))
+        heartbeat = messages.frame(messages.RenewEntry(new.name))
         lease = HostedLease(new.owner, new.ttl, self._now, heartbeat, writer)
         self._leases[new.name] = self.heartbeats[heartbeat] = lease
         self._expires_at = min(self._expires_at, self._now + new.ttl)

@@ -4,26 +4,28 @@ A connection is opened as one to any TCPStore, and the store's identity is read 
 ``connection``). From then on both sides send frames: a byte, the length of the message as a u32
 (little-endian), the message in MessagePack.
 
-===============================  ==================================================================
-request (0xE1)                   answer (0xE1), in the order of the requests
-===============================  ==================================================================
-``Enrol`` name owner ttl value   whether the entry is there; not where the name is or was another's
-``Put`` name value               whether it is there still: replaces its value, and renews it
-``Renew`` name                   whether it is there still
-``Withdraw`` name                whether it was there
-``Members``                      name → seconds since the last renewal, value
-``Shared`` offer                 the value that all share
-``Read`` after known             the newest ``Posted`` if it is newer than the version ``after``,
-                                 else one with the version 0; the connection then follows the plan
-===============================  ==================================================================
+========================================  =========================================================
+request (0xE1)                            answer (0xE1), in the order of the requests
+========================================  =========================================================
+``EnrolEntry`` name, owner, ttl, value    whether the entry is there; not where the name is or was
+                                          another's
+``PutEntry`` name, value                  whether it is there still; it is renewed, too
+``RenewEntry`` name                       whether it is there still
+``WithdrawEntry`` name                    whether it was there
+``ReadMembers``                           name → seconds since the last renewal, value
+``ReadShared`` offer                      the value that all share
+``ReadPlan`` after, known                 the newest ``SentPost`` if it is newer than the version
+                                          ``after``, else one with the version 0; the connection
+                                          then follows the plan
+========================================  =========================================================
 
 A connection that follows the plan is sent each new version (0xE2), between answers; of several that
 come while it reads nothing, the newest. The nodes of a plan, which are the long part of it, are
 sent over a connection if they are not those that it was sent last, or those ``known`` already:
 ``since`` is the version with which they came.
 
-So a round costs an agent four messages and their answers: two records, two plans. Whatever is
-malformed ends the connection over which it came.
+So a round costs an agent two requests, for its records, and two plans that are sent unasked.
+Whatever is malformed ends the connection over which it came.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ Name: TypeAlias = Annotated[str, Meta(pattern=NAME)]
 Entry: TypeAlias = Annotated[bytes, Meta(max_length=LONGEST_ENTRY)]
 
 
-class Enrol(Struct, frozen=True, array_like=True, tag=1):
+class EnrolEntry(Struct, frozen=True, array_like=True, tag=1):
     """Write a new entry; the same ``owner``, a random word, may ask again."""
 
     name: Name
@@ -63,43 +65,43 @@ class Enrol(Struct, frozen=True, array_like=True, tag=1):
     value: Entry
 
 
-class Put(Struct, frozen=True, array_like=True, tag=2):
+class PutEntry(Struct, frozen=True, array_like=True, tag=2):
     """Replace the value of an entry."""
 
     name: Name
     value: Entry
 
 
-class Renew(Struct, frozen=True, array_like=True, tag=3):
+class RenewEntry(Struct, frozen=True, array_like=True, tag=3):
     """Keep an entry: a heartbeat."""
 
     name: Name
 
 
-class Withdraw(Struct, frozen=True, array_like=True, tag=4):
+class WithdrawEntry(Struct, frozen=True, array_like=True, tag=4):
     """Remove an entry."""
 
     name: Name
 
 
-class Members(Struct, frozen=True, array_like=True, tag=5):
+class ReadMembers(Struct, frozen=True, array_like=True, tag=5):
     """Return all entries."""
 
 
-class Shared(Struct, frozen=True, array_like=True, tag=6):
+class ReadShared(Struct, frozen=True, array_like=True, tag=6):
     """Return what all share; ``offer`` becomes it where there is nothing yet."""
 
     offer: Entry
 
 
-class Read(Struct, frozen=True, array_like=True, tag=7):
+class ReadPlan(Struct, frozen=True, array_like=True, tag=7):
     """Return the newest post, and follow."""
 
     after: int
     known: int
 
 
-class Posted(Struct, frozen=True, array_like=True):
+class SentPost(Struct, frozen=True, array_like=True):
     """A post as it is sent; ``since`` is 0 for one without nodes."""
 
     version: int
@@ -108,15 +110,17 @@ class Posted(Struct, frozen=True, array_like=True):
     nodes: bytes
 
 
-Request: TypeAlias = Enrol | Put | Renew | Withdraw | Members | Shared | Read
+Request: TypeAlias = (
+    EnrolEntry | PutEntry | RenewEntry | WithdrawEntry | ReadMembers | ReadShared | ReadPlan
+)
 _ANSWERS: Final[dict[type[Request], Any]] = {
-    Enrol: bool,
-    Put: bool,
-    Renew: bool,
-    Withdraw: bool,
-    Members: dict[str, tuple[float, bytes]],
-    Shared: bytes,
-    Read: Posted,
+    EnrolEntry: bool,
+    PutEntry: bool,
+    RenewEntry: bool,
+    WithdrawEntry: bool,
+    ReadMembers: dict[str, tuple[float, bytes]],
+    ReadShared: bytes,
+    ReadPlan: SentPost,
 }
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 _answers: Final = {kind: msgspec.msgpack.Decoder(type=of) for kind, of in _ANSWERS.items()}

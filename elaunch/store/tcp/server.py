@@ -27,7 +27,7 @@ from typing import Final
 from elaunch.store.tcp import messages, wire
 from elaunch.store.tcp.connection import IDENTITY
 from elaunch.store.tcp.host import HostedJob
-from elaunch.store.tcp.messages import HEAD, LONGEST_REQUEST, MESSAGE, NEW_POST, Posted, Read
+from elaunch.store.tcp.messages import HEAD, LONGEST_REQUEST, MESSAGE, NEW_POST, ReadPlan, SentPost
 from elaunch.store.tcp.wire import CHUNK, NONCE, PING, VALIDATE
 
 SILENT: Final = 30.0
@@ -272,7 +272,7 @@ class TcpServer:
             request = messages.read_request(bytes(received[HEAD : HEAD + length]))
             del received[: HEAD + length]
             answer = self._job.serve(request, client.number)
-            if isinstance(request, Read) and isinstance(answer, Posted):
+            if isinstance(request, ReadPlan) and isinstance(answer, SentPost):
                 client.follows, client.nodes = True, client.nodes or request.known
                 self._send(client, self._post_for(client, answer, MESSAGE))
             else:
@@ -280,7 +280,7 @@ class TcpServer:
 
     # ── what they are sent ───────────────────────────────────────────────────────────────────────
 
-    def _send_to_all(self, post: Posted) -> None:
+    def _send_to_all(self, post: SentPost) -> None:
         self._version = post.version
         self._frames.clear()
         for client in list(self._clients.values()):
@@ -289,17 +289,17 @@ class TcpServer:
             except (OSError, _MalformedError):
                 self._drop(client)
 
-    def _send_newer(self, client: _Client, post: Posted) -> None:
+    def _send_newer(self, client: _Client, post: SentPost) -> None:
         """Send a post to a client that follows, unless it has yet to read what it was sent."""
         if client.follows and not client.unsent and client.version < post.version:
             self._send(client, self._post_for(client, post, NEW_POST))
 
-    def _post_for(self, client: _Client, post: Posted, first: int) -> bytes:
+    def _post_for(self, client: _Client, post: SentPost, first: int) -> bytes:
         """Return the frame of a post for a client, with the nodes if it has others."""
         known = post.since in (0, client.nodes)
         key = first, post.version, known
         if key not in self._frames:
-            short = Posted(post.version, post.since, post.value, b"") if known else post
+            short = SentPost(post.version, post.since, post.value, b"") if known else post
             self._frames[key] = messages.frame(short, first)
         client.version = max(client.version, post.version)
         client.nodes = post.since or client.nodes

@@ -13,12 +13,12 @@ from elaunch.store.tcp.host import HostedJob
 from elaunch.store.tcp.messages import (
     LONGEST_ENTRY,
     TTL,
-    Enrol,
-    Members,
-    Put,
-    Renew,
-    Shared,
-    Withdraw,
+    EnrolEntry,
+    PutEntry,
+    ReadMembers,
+    ReadShared,
+    RenewEntry,
+    WithdrawEntry,
     is_name,
 )
 from elaunch.store.tcp.server import TcpServer
@@ -66,7 +66,7 @@ class TcpStore:
         """
         if not is_name(name) or not TTL[0] <= ttl <= TTL[1]:
             raise ValueError(f"{name!r} with a ttl of {ttl:g} s cannot be enrolled")
-        request = Enrol(name, self._owner, ttl, _fitting(value))
+        request = EnrolEntry(name, self._owner, ttl, _fitting(value))
         self.withdraw()
         self._entry = name
         if not self._job.ask(request):
@@ -75,11 +75,11 @@ class TcpStore:
 
     def update(self, value: bytes) -> None:
         """Replace the value of our entry; LeaseLost if it is gone."""
-        self._keep(Put(self._enrolled(), _fitting(value)))
+        self._keep(PutEntry(self._enrolled(), _fitting(value)))
 
     def renew(self) -> None:
         """Keep our entry for another ``ttl`` seconds; LeaseLost if it is gone."""
-        self._keep(Renew(self._enrolled()))
+        self._keep(RenewEntry(self._enrolled()))
 
     def withdraw(self) -> None:
         """Remove our entry; nothing if there is none."""
@@ -87,11 +87,11 @@ class TcpStore:
             raise StoreClosed(f"the connection to the {self.name} was closed")
         entry, self._entry = self._entry, None
         if entry is not None:
-            self._job.ask(Withdraw(entry))
+            self._job.ask(WithdrawEntry(entry))
 
     def members(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
-        found: dict[str, tuple[float, bytes]] = self._job.ask(Members())
+        found: dict[str, tuple[float, bytes]] = self._job.ask(ReadMembers())
         return {name: Lease(value, age) for name, (age, value) in found.items()}
 
     def changes(self, name: str, timeout: float) -> Sequence[Change]:
@@ -112,7 +112,7 @@ class TcpStore:
 
     def shared(self, offer: bytes = b"") -> bytes:
         """Return the value that all share; ``offer`` becomes it where there is none."""
-        found: bytes = self._job.ask(Shared(offer))
+        found: bytes = self._job.ask(ReadShared(offer))
         return found
 
     def clear(self) -> None:
@@ -131,7 +131,7 @@ class TcpStore:
             raise LeaseLost("this agent is no member")
         return self._entry
 
-    def _keep(self, request: Put | Renew) -> None:
+    def _keep(self, request: PutEntry | RenewEntry) -> None:
         if not self._job.ask(request):
             raise LeaseLost(f"{request.name} is no member any more")
 

@@ -23,7 +23,7 @@ from elaunch.store.protocol import Change, Post, Store
 from elaunch.store.tcp import client as tcp
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.agentconnection import SharedConnection
-from elaunch.store.tcp.messages import Enrol, Request
+from elaunch.store.tcp.messages import EnrolEntry, Request
 from elaunch.wire.local import is_readable
 from tests import warm
 from tests.launching import free_port, freeze
@@ -320,7 +320,7 @@ def test_an_enrolment_whose_answer_was_lost_is_known(
 
     def losing(line: SharedConnection, request: Request, until: float) -> object:
         answer = ask(line, request, until)
-        if lost and isinstance(request, Enrol):
+        if lost and isinstance(request, EnrolEntry):
             raise lost.pop()
         return answer
 

@@ -19,14 +19,23 @@ import pytest
 
 from elaunch.store.tcp import messages, server, wire
 from elaunch.store.tcp.host import HostedJob
-from elaunch.store.tcp.messages import Enrol, Members, Posted, Put, Read, Renew, Shared, Withdraw
+from elaunch.store.tcp.messages import (
+    EnrolEntry,
+    PutEntry,
+    ReadMembers,
+    ReadPlan,
+    ReadShared,
+    RenewEntry,
+    SentPost,
+    WithdrawEntry,
+)
 from elaunch.store.tcp.server import TcpServer
 from tests.launching import wait_until
 from tests.store.tcp.rig import Client
 from tests.store.test_contract import LONG
 
 OWNER = b"an owner"
-NONE = Posted(0, 0, b"", b"")
+NONE = SentPost(0, 0, b"", b"")
 
 
 @contextmanager
@@ -42,7 +51,7 @@ def serving(job: HostedJob) -> Iterator[int]:
 def job() -> HostedJob:
     """Return what a store holds, of which the agent "host" leads."""
     made = HostedJob()
-    made.ask(Enrol("host", OWNER, 60.0, b"host"))
+    made.ask(EnrolEntry("host", OWNER, 60.0, b"host"))
     made.lead("host")
     return made
 
@@ -57,17 +66,17 @@ def port(job: HostedJob) -> Iterator[int]:
 def test_requests_are_answered_in_order(job: HostedJob, port: int) -> None:
     """Also where many come in one go, and in parts."""
     asked = [
-        Enrol("a", OWNER, 60.0, b"1"),
-        Renew("a"),
-        Put("a", b"2"),
-        Enrol("a", b"another", 60.0, b"3"),
-        Withdraw("a"),
-        Renew("a"),
-        Put("a", b"4"),
-        Withdraw("a"),
-        Enrol("a", OWNER, 60.0, b"5"),
-        Shared(b"mine"),
-        Shared(b"yours"),
+        EnrolEntry("a", OWNER, 60.0, b"1"),
+        RenewEntry("a"),
+        PutEntry("a", b"2"),
+        EnrolEntry("a", b"another", 60.0, b"3"),
+        WithdrawEntry("a"),
+        RenewEntry("a"),
+        PutEntry("a", b"4"),
+        WithdrawEntry("a"),
+        EnrolEntry("a", OWNER, 60.0, b"5"),
+        ReadShared(b"mine"),
+        ReadShared(b"yours"),
     ]
     answers = [True, True, True, False, True, False, False, False, False, b"mine", b"mine"]
     with closing(Client(port)) as client:
@@ -76,29 +85,29 @@ def test_requests_are_answered_in_order(job: HostedJob, port: int) -> None:
             client.send(part)
         found = [messages.read_answer(client.frame()[1], type(one)) for one in asked]
         assert found == answers
-        assert list(client.ask(Members())) == ["host"]
+        assert list(client.ask(ReadMembers())) == ["host"]
 
 
 def test_a_new_plan_is_sent_unasked(job: HostedJob, port: int) -> None:
     """To those that have read it once; with the nodes if they have others."""
     with closing(Client(port)) as client, closing(Client(port)) as other:
-        assert client.ask(Read(0, 0)) == NONE
-        assert other.ask(Shared(b"")) == b""
+        assert client.ask(ReadPlan(0, 0)) == NONE
+        assert other.ask(ReadShared(b"")) == b""
         for version, (nodes, sent) in enumerate(
-            [(b"ab", Posted(1, 1, b"p", b"ab")), (b"ab", Posted(2, 1, b"p", b"")),
-             (b"", Posted(3, 0, b"p", b"")), (b"cd", Posted(4, 4, b"p", b"cd"))], 1
+            [(b"ab", SentPost(1, 1, b"p", b"ab")), (b"ab", SentPost(2, 1, b"p", b"")),
+             (b"", SentPost(3, 0, b"p", b"")), (b"cd", SentPost(4, 4, b"p", b"cd"))], 1
         ):  # fmt: skip
             assert job.publish(version, b"p", nodes)
             first, body = client.frame()
             assert first == messages.NEW_POST
-            assert msgspec.msgpack.decode(body, type=Posted) == sent
-        assert client.ask(Read(4, 0)) == NONE
-        assert client.ask(Read(0, 0)) == Posted(4, 4, b"p", b"")
-        assert other.ask(Read(3, 4)) == Posted(4, 4, b"p", b"")
+            assert msgspec.msgpack.decode(body, type=SentPost) == sent
+        assert client.ask(ReadPlan(4, 0)) == NONE
+        assert client.ask(ReadPlan(0, 0)) == SentPost(4, 4, b"p", b"")
+        assert other.ask(ReadPlan(3, 4)) == SentPost(4, 4, b"p", b"")
         assert job.publish(5, b"p", b"ef") and not job.publish(7, b"p", b"")
         for one in (client, other):
-            sent = Posted(5, 5, b"p", b"ef")
-            assert msgspec.msgpack.decode(one.frame()[1], type=Posted) == sent
+            sent = SentPost(5, 5, b"p", b"ef")
+            assert msgspec.msgpack.decode(one.frame()[1], type=SentPost) == sent
 
 
 def test_of_plans_that_come_while_a_client_reads_nothing_it_gets_the_newest(
@@ -107,14 +116,14 @@ def test_of_plans_that_come_while_a_client_reads_nothing_it_gets_the_newest(
     """However many there are; they are not kept for it."""
     large = random.Random(1).randbytes(1 << 20)
     with closing(Client(port)) as client, closing(Client(port)) as reader:
-        assert client.ask(Read(0, 0)) == reader.ask(Read(0, 0)) == NONE
+        assert client.ask(ReadPlan(0, 0)) == reader.ask(ReadPlan(0, 0)) == NONE
         for version in range(1, 41):
             assert job.publish(version, large, b"%d" % version)
-            found = msgspec.msgpack.decode(reader.frame()[1], type=Posted)
+            found = msgspec.msgpack.decode(reader.frame()[1], type=SentPost)
             assert found.version <= version
         seen = [0]
         while seen[-1] < 40:
-            seen.append(msgspec.msgpack.decode(client.frame()[1], type=Posted).version)
+            seen.append(msgspec.msgpack.decode(client.frame()[1], type=SentPost).version)
         assert seen == sorted(set(seen)) and len(seen) < 30
 
 
@@ -123,13 +132,13 @@ def test_what_an_earlier_connection_has_left_behind_replaces_nothing(
 ) -> None:
     """An agent connects again and writes; then what it sent before is read."""
     with closing(Client(port)) as early, closing(Client(port)) as late:
-        assert early.ask(Enrol("a", OWNER, 60.0, b"1"))
-        assert early.ask(Put("a", b"2"))
-        assert late.ask(Enrol("a", OWNER, 60.0, b"3"))  # an answer was lost
-        assert not early.ask(Put("a", b"4"))
-        assert late.ask(Members())["a"][1] == b"3"
-        assert late.ask(Put("a", b"5"))
-        assert not late.ask(Put("host", b"x")) and job.ask(Put("host", b"y"))
+        assert early.ask(EnrolEntry("a", OWNER, 60.0, b"1"))
+        assert early.ask(PutEntry("a", b"2"))
+        assert late.ask(EnrolEntry("a", OWNER, 60.0, b"3"))  # an answer was lost
+        assert not early.ask(PutEntry("a", b"4"))
+        assert late.ask(ReadMembers())["a"][1] == b"3"
+        assert late.ask(PutEntry("a", b"5"))
+        assert not late.ask(PutEntry("host", b"x")) and job.ask(PutEntry("host", b"y"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,7 @@ def test_what_is_malformed_ends_its_connection(port: int, sent: bytes) -> None:
     with closing(Client(port)) as good, closing(Client(port)) as client:
         client.send(sent)
         assert client.is_ended()
-        assert good.ask(Renew("host"))
+        assert good.ask(RenewEntry("host"))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ def test_what_is_no_tcpstore_client_is_ended(
         with suppress(ConnectionResetError):
             assert sock.recv(100) == b""
     with closing(Client(port)) as good:
-        assert good.ask(Renew("host"))
+        assert good.ask(RenewEntry("host"))
     assert caplog.messages == []
 
 
@@ -221,14 +230,14 @@ def test_a_client_that_reads_nothing_is_ended(
 ) -> None:
     """Its answers would fill the agent's memory; the others go on."""
     monkeypatch.setattr(server, "_MOST_UNSENT", 1 << 20)
-    job.ask(Put("host", bytes(1 << 18)))
+    job.ask(PutEntry("host", bytes(1 << 18)))
     with closing(Client(port)) as client, closing(Client(port)) as greedy:
         greedy.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         greedy.sock.settimeout(LONG)
         with pytest.raises(ConnectionError):
             while True:  # the server takes no more of it once it has ended the connection
-                greedy.sock.sendall(messages.frame(Members()) * 64)
-        assert len(client.ask(Members())["host"][1]) == 1 << 18
+                greedy.sock.sendall(messages.frame(ReadMembers()) * 64)
+        assert len(client.ask(ReadMembers())["host"][1]) == 1 << 18
 
 
 @pytest.mark.slow
@@ -245,15 +254,15 @@ def test_silent_clients_are_ended(port: int, monkeypatch: pytest.MonkeyPatch) ->
         ]
         silent[0].sendall(b"\x00")
         one, follows, talks = (stack.enter_context(closing(Client(port))) for _ in range(3))
-        assert one.ask(Renew("host"))
-        follows.ask(Read(0, 0))
+        assert one.ask(RenewEntry("host"))
+        follows.ask(ReadPlan(0, 0))
         began = time.monotonic()
         while time.monotonic() - began < 3.5:
-            assert talks.ask(Renew("host"))
+            assert talks.ask(RenewEntry("host"))
             time.sleep(0.05)
         assert [sock.recv(1) for sock in silent] == [b""] * 40
         assert one.is_ended()
-        assert follows.ask(Renew("host"))
+        assert follows.ask(RenewEntry("host"))
 
 
 def test_an_agent_whose_machine_is_gone_is_noticed_by_the_kernel(job: HostedJob) -> None:
@@ -261,7 +270,7 @@ def test_an_agent_whose_machine_is_gone_is_noticed_by_the_kernel(job: HostedJob)
     listening = socket.create_server(("127.0.0.1", 0))
     made = TcpServer(listening, job, b"{}")
     with closing(made), closing(Client(listening.getsockname()[1])) as client:
-        client.ask(Renew("host"))
+        client.ask(RenewEntry("host"))
         (there,) = made._clients.values()
         get = there.sock.getsockopt
         assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -315,7 +324,7 @@ def test_who_connects_waits_while_no_descriptor_is_left() -> None:
         for sock in more:
             sock.close()
         with closing(Client(port)) as late:
-            assert late.ask(Members()) == clients[0].ask(Members()) == {}
+            assert late.ask(ReadMembers()) == clients[0].ask(ReadMembers()) == {}
 
 
 class OutOfFiles(socket.socket):
@@ -371,12 +380,12 @@ def test_the_most_silent_of_too_many_clients_goes() -> None:
         more = []
         for _ in range(150):
             more.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
-            assert client.ask(Members()) == {}
+            assert client.ask(ReadMembers()) == {}
         more[0].settimeout(LONG)
         assert more[0].recv(1) == b""
-        assert client.ask(Members()) == {}
+        assert client.ask(ReadMembers()) == {}
         with closing(Client(port)) as late:
-            assert late.ask(Members()) == {}
+            assert late.ask(ReadMembers()) == {}
         _, told = process.communicate("\n", LONG)
         assert told.startswith("the agents' store has 50 connections")
         assert told.count("\n") == 1
