@@ -16,6 +16,7 @@ etcd          an event of its watch               a transaction; an event of the
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from msgspec.structs import replace
 from elaunch.rendezvous import records
 from elaunch.rendezvous.meeting import LONG_SLICE
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
+from elaunch.store.tcp.messages import packed
 
 TTL = 3.0
 RENEWALS_A_SECOND = 6 / TTL
@@ -56,7 +58,7 @@ def cases(options: Options) -> list[Case]:
     figures = (
         Figure("paper-record", f"{agents}: bytes of one agent's record", "count"),
         Figure("paper-plan", "… bytes of the plan", "count"),
-        Figure("paper-nodes", "… bytes of its list of nodes", "count"),
+        Figure("paper-nodes", "… bytes of its list of nodes, as sent", "count"),
         Figure("paper-round-requests", "… requests in a round, of all agents", "count"),
         Figure("paper-round-bytes", "… bytes in a round, of all agents", "MB"),
         Figure("paper-changed-bytes", "… the same in a round with other nodes", "MB"),
@@ -72,15 +74,15 @@ def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
     ending = plan_of(agents)
     nodes = records.encode_nodes(ending.nodes)
     plan = records.encode_plan(ending, None, 1, nodes)
-    costs = _tcp if trial.column == C10D else _etcd
+    costs, sent = (_tcp, packed(nodes)) if trial.column == C10D else (_etcd, nodes)
     in_round, steady = costs(agents, record, plan)
     return {
         "paper-record": Sample(float(len(record))),
         "paper-plan": Sample(float(len(plan))),
-        "paper-nodes": Sample(float(len(nodes))),
+        "paper-nodes": Sample(float(len(sent))),
         "paper-round-requests": Sample(in_round.requests),
         "paper-round-bytes": Sample(in_round.size / 1e6),
-        "paper-changed-bytes": Sample((in_round.size + agents * len(nodes)) / 1e6),
+        "paper-changed-bytes": Sample((in_round.size + agents * len(sent)) / 1e6),
         "paper-steady-requests": Sample(steady.requests),
         "paper-steady-bytes": Sample(steady.size / agents),
     }
@@ -89,7 +91,8 @@ def _measure(agents: int, trial: Trial) -> Mapping[str, Sample]:
 def plan_of(agents: int) -> Plan:
     """Return the plan that ends a round of so many nodes after a failure."""
     said = [record_of(number) for number in range(agents)]
-    nodes = [Node(f"{n:06x}", r.host, r.addr, r.slots, r.role) for n, r in enumerate(said)]
+    names = random.Random(agents)
+    nodes = [Node(f"{names.getrandbits(24):06x}", r.host, r.addr, r.slots, r.role) for r in said]
     checkpoint = PlanCheckpoint("/shared/run/step_00120000", 120000, "dcp")
     return Plan(
         "5eed1234",

@@ -161,7 +161,7 @@ class SharedConnection:
 
     def _note(self, posted: SentPost) -> None:
         if posted.nodes:
-            self.nodes = posted.since, posted.nodes
+            self.nodes = posted.since, messages.unpacked(posted.nodes)
         if posted.version > (self.post.version if self.post else 0):
             nodes = self.nodes[1] if posted.since else b""
             self.post = Post(posted.version, posted.value, nodes)

@@ -109,7 +109,7 @@ class HostedJob:
         self.changed = threading.Condition()
         self.closed = False
         self.post = SentPost(0, 0, b"", b"")
-        """The newest; the version 0 is none."""
+        """The newest as it is sent; the version 0 is none."""
         self.heartbeats: dict[bytes, HostedLease] = {}
         """By the frame that renews each."""
         self.wake: Callable[[], None] = lambda: None
@@ -117,7 +117,7 @@ class HostedJob:
         self._entries = MemberEntries()
         self._leases: dict[str, HostedLease] = {}
         self._leader = ""
-        self._nodes = (0, b"")  # the newest nodes, and since which version
+        self._nodes = 0, b"", b""  # since which version, the newest nodes, and those packed
         self._shared = shared
         self._now = 0.0  # the clock that does not count what the host slept through
         self._looked = time.monotonic()
@@ -139,11 +139,11 @@ class HostedJob:
     def follow(self, after: int, timeout: float) -> Post | None:
         """Wait for a post newer than ``after``; None after ``timeout`` seconds."""
         with self.changed:
-            newer = lambda: self.closed or self.post.version > after  # noqa: E731
-            self.changed.wait_for(newer, timeout)
+            self.changed.wait_for(lambda: self.closed or self.post.version > after, timeout)
             self._check()
-            post = self.post
-        return Post(post.version, post.value, post.nodes) if post.version > after else None
+            post, nodes = self.post, self._nodes[1]
+        found = Post(post.version, post.value, nodes if post.since else b"")
+        return found if found.version > after else None
 
     def publish(self, version: int, value: bytes, nodes: bytes) -> bool:
         """Write the next version of the plan, if the host's own agent leads."""
@@ -152,8 +152,9 @@ class HostedJob:
             if self._leader not in self._leases or version != self.post.version + 1:
                 return False
             if nodes and nodes != self._nodes[1]:
-                self._nodes = version, nodes
-            self.post = SentPost(version, self._nodes[0] if nodes else 0, value, nodes)
+                self._nodes = version, nodes, messages.packed(nodes)
+            since, _, packed = self._nodes if nodes else (0, b"", b"")
+            self.post = SentPost(version, since, value, packed)
             self.changed.notify_all()
         self.wake()
         return True

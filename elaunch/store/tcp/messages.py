@@ -22,7 +22,7 @@ request (0xE1)                            answer (0xE1), in the order of the req
 A connection that follows the plan is sent each new version (0xE2), between answers; of several that
 come while it reads nothing, the newest. The nodes of a plan, which are the long part of it, are
 sent over a connection if they are not those that it was sent last, or those ``known`` already:
-``since`` is the version with which they came.
+``since`` is the version with which they came. They are packed by zlib, to a third or so.
 
 So a round costs an agent two requests, for its records, and two plans that are sent unasked.
 Whatever is malformed ends the connection over which it came.
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -102,7 +103,7 @@ class ReadPlan(Struct, frozen=True, array_like=True, tag=7):
 
 
 class SentPost(Struct, frozen=True, array_like=True):
-    """A post as it is sent; ``since`` is 0 for one without nodes."""
+    """A post as it is sent; ``since`` is 0 for one without nodes, which are packed."""
 
     version: int
     since: int
@@ -130,6 +131,23 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 def is_name(name: str) -> bool:
     """Return whether ``name`` can be a member's."""
     return re.search(NAME, name) is not None
+
+
+def packed(nodes: bytes) -> bytes:
+    """Return nodes as they are sent."""
+    return zlib.compress(nodes, 1) if nodes else b""
+
+
+def unpacked(sent: bytes) -> bytes:
+    """Return the nodes that were sent; raises ValueError."""
+    unpacking = zlib.decompressobj()
+    try:
+        nodes = unpacking.decompress(sent, LONGEST_ANSWER)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not unpacking.eof:
+        raise ValueError("the nodes are cut off, or too long")
+    return nodes
 
 
 def frame(message: object, first: int = MESSAGE) -> bytes:

@@ -42,6 +42,8 @@ _OWN_FILES: Final = 256
 """Descriptors that are left to the process, or half of its limit."""
 _AT_ONCE: Final = 256
 """Connections that are accepted before others are served."""
+_POSTS_AT_ONCE: Final = 64
+"""Clients that are sent a new plan before others are served: it may be long, and there many."""
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -93,7 +95,8 @@ class TcpServer:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(limit // 2, limit - _OWN_FILES) if limit > 0 else sys.maxsize
         self._look_at = 0.0
-        self._version = 0  # the newest that was sent to all that follow
+        self._version = 0  # the newest that was, or is being sent to all that follow
+        self._behind: deque[_Client] = deque()  # those that it is yet to be sent
         self._frames: dict[tuple[int, int, bool], bytes] = {}
         self._poll = select.epoll()
         self._woken, self._wake = socket.socketpair()
@@ -140,8 +143,8 @@ class TcpServer:
                     self._turn(descriptor, events, now)
                 left = job.expire()
                 post = job.post
-            if post.version > self._version:
-                self._send_to_all(post)
+            if self._send_to_some(post):
+                left = 0.0
             if now >= self._look_at:
                 self._look(now)
 
@@ -280,14 +283,19 @@ class TcpServer:
 
     # ── what they are sent ───────────────────────────────────────────────────────────────────────
 
-    def _send_to_all(self, post: SentPost) -> None:
-        self._version = post.version
-        self._frames.clear()
-        for client in list(self._clients.values()):
+    def _send_to_some(self, post: SentPost) -> bool:
+        """Send a post to some of the clients that follow; return whether there are more."""
+        if post.version > self._version:
+            self._version = post.version
+            self._frames.clear()
+            self._behind = deque(client for client in self._clients.values() if client.follows)
+        for _ in range(min(_POSTS_AT_ONCE, len(self._behind))):
+            client = self._behind.popleft()
             try:
                 self._send_newer(client, post)
             except (OSError, _MalformedError):
                 self._drop(client)
+        return bool(self._behind)
 
     def _send_newer(self, client: _Client, post: SentPost) -> None:
         """Send a post to a client that follows, unless it has yet to read what it was sent."""

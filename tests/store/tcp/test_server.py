@@ -28,6 +28,8 @@ from elaunch.store.tcp.messages import (
     RenewEntry,
     SentPost,
     WithdrawEntry,
+    packed,
+    unpacked,
 )
 from elaunch.store.tcp.server import TcpServer
 from tests.launching import wait_until
@@ -94,8 +96,8 @@ def test_a_new_plan_is_sent_unasked(job: HostedJob, port: int) -> None:
         assert client.ask(ReadPlan(0, 0)) == NONE
         assert other.ask(ReadShared(b"")) == b""
         for version, (nodes, sent) in enumerate(
-            [(b"ab", SentPost(1, 1, b"p", b"ab")), (b"ab", SentPost(2, 1, b"p", b"")),
-             (b"", SentPost(3, 0, b"p", b"")), (b"cd", SentPost(4, 4, b"p", b"cd"))], 1
+            [(b"ab", SentPost(1, 1, b"p", packed(b"ab"))), (b"ab", SentPost(2, 1, b"p", b"")),
+             (b"", SentPost(3, 0, b"p", b"")), (b"cd", SentPost(4, 4, b"p", packed(b"cd")))], 1
         ):  # fmt: skip
             assert job.publish(version, b"p", nodes)
             first, body = client.frame()
@@ -106,7 +108,7 @@ def test_a_new_plan_is_sent_unasked(job: HostedJob, port: int) -> None:
         assert other.ask(ReadPlan(3, 4)) == SentPost(4, 4, b"p", b"")
         assert job.publish(5, b"p", b"ef") and not job.publish(7, b"p", b"")
         for one in (client, other):
-            sent = SentPost(5, 5, b"p", b"ef")
+            sent = SentPost(5, 5, b"p", packed(b"ef"))
             assert msgspec.msgpack.decode(one.frame()[1], type=SentPost) == sent
 
 
@@ -125,6 +127,27 @@ def test_of_plans_that_come_while_a_client_reads_nothing_it_gets_the_newest(
         while seen[-1] < 40:
             seen.append(msgspec.msgpack.decode(client.frame()[1], type=SentPost).version)
         assert seen == sorted(set(seen)) and len(seen) < 30
+
+
+def test_a_plan_for_many_lets_others_be_served_meanwhile(job: HostedJob, port: int) -> None:
+    """All get it, and the nodes are what they were."""
+    nodes = random.Random(2).randbytes(100_000)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(Client(port))) for _ in range(200)]
+        for client in clients:
+            assert client.ask(ReadPlan(0, 0)) == NONE
+        assert job.publish(1, b"p", nodes)
+        for client in clients:
+            found = msgspec.msgpack.decode(client.frame()[1], type=SentPost)
+            assert unpacked(found.nodes) == nodes
+            assert client.ask(RenewEntry("host"))
+
+
+@pytest.mark.parametrize("sent", [b"", b"x", packed(b"x" * 100)[:-1], bytes(50)])
+def test_nodes_that_are_none_are_refused(sent: bytes) -> None:
+    """By who reads them."""
+    with pytest.raises(ValueError, match=r"decompressing|cut off"):
+        unpacked(sent)
 
 
 def test_what_an_earlier_connection_has_left_behind_replaces_nothing(
