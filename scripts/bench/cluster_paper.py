@@ -28,13 +28,13 @@ from cluster_figures import C10D, OURS, Case, Figure, Options, Trial
 from figures import Sample
 from msgspec.structs import replace
 
+from elaunch.config.rendezvous import default_heartbeat
 from elaunch.rendezvous import records
 from elaunch.rendezvous.meeting import LONG_SLICE
+from elaunch.rendezvous.member import renewal_period
 from elaunch.rendezvous.plan import Node, Plan, PlanCheckpoint
 from elaunch.store.tcp.messages import packed
 
-TTL = 3.0
-RENEWALS_A_SECOND = 6 / TTL
 RUN_ID = "pretraining-7b-4711"
 FRAME = 14
 BOOKKEEPING = 92
@@ -116,7 +116,7 @@ def _tcp(agents: int, record: bytes, plan: bytes) -> tuple[Cost, Cost]:
     written = messages.frame(messages.PutEntry(name, record)) + answer
     post = messages.frame(messages.SentPost(123, 119, plan, b""), messages.NEW_POST)
     size = PLANS * len(post) + RECORDS * len(written)
-    beats = agents * RENEWALS_A_SECOND
+    beats = agents / renewal_period(default_heartbeat(agents), hosted=True)
     steady = beats * len(messages.frame(messages.RenewEntry(name)) + answer)
     look = messages.frame(messages.ReadPlan(123, 119)) + messages.frame(
         messages.SentPost(0, 0, b"", b"")
@@ -157,5 +157,6 @@ def _etcd(agents: int, record: bytes, plan: bytes) -> tuple[Cost, Cost]:
 
     renewal = framed(rpc.LeaseKeepAliveRequest(ID=lease))
     renewal += framed(rpc.LeaseKeepAliveResponse(header=header, ID=lease, TTL=3)) + BOOKKEEPING
-    steady = Cost(agents * RENEWALS_A_SECOND, agents * renewal * RENEWALS_A_SECOND)
+    renewals = agents / renewal_period(default_heartbeat(agents), hosted=False)
+    steady = Cost(renewals, renewals * renewal)
     return in_round, steady
