@@ -194,3 +194,23 @@ def test_without_a_secret_nothing_hangs(
     codes = {agent.wait(60.0).returncode for agent in agents}
     others = {JoinTimeoutError.exit_code, StoreError.exit_code, 128 + signal.SIGTERM}
     assert 9 in codes and codes <= {9, *others}
+
+
+def test_the_reason_of_a_plan(
+    elaunch: Launcher, etcd: Cluster, other: Stranger, tmp_path: Path
+) -> None:
+    """It cannot move the terminal, or forge a line. torchrun: it has no reasons."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    running = elaunch.start(job(etcd, str(script), str(tmp_path / "go")))
+    running.wait_for_line("resumes from nothing", 60.0)
+    version, plan = other.await_plan(phase="running")
+    reason = "over\nelaunch 00:00:00.000 all is well \x1b[2J\x9b\u202e"
+    over = plan | {"phase": "over", "exit_code": 9, "reason": reason}
+    other.post(version + 1, json.dumps(over).encode())
+    done = running.wait(60.0)
+    assert done.returncode == 9
+    assert r"over\nelaunch 00:00:00.000 all is well \x1b[2J\x9b\u202e" in done.stderr
+    assert not {"\x1b", "\x9b", "\u202e"} & set(done.stderr)
+    page = elaunch.run(["status", "job"])
+    assert not {"\x1b", "\x9b", "\u202e"} & set(page.stdout)

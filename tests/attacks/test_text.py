@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.attacks.stranger import stranger
-from tests.attacks.test_plans import WAITS, job
 from tests.launching import Launcher
 
 pytestmark = pytest.mark.slow
@@ -25,25 +22,6 @@ def test_a_name_in_the_checkpoint_directory(elaunch: Launcher, tmp_path: Path) -
     assert r"step_5\x1b[2J\x9b\u202e\nelaunch 00:00:00 all is well.pt" in done.stderr
     assert not {"\x1b", "\x9b", "\u202e"} & set(done.stderr)
     assert not any(line.startswith("elaunch 00:00:00") for line in done.stderr.splitlines())
-
-
-def test_the_reason_of_a_plan(elaunch: Launcher, port: int, tmp_path: Path) -> None:
-    """A plan of a stranger's, in a store without a secret. torchrun: it has no reasons."""
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    running = elaunch.start(job(port, str(script), str(tmp_path / "go")))
-    running.wait_for_line("resumes from nothing", 60.0)
-    with stranger(port, "job") as other:
-        version, plan = other.await_plan(phase="running")
-        reason = "over\nelaunch 00:00:00.000 all is well \x1b[2J\x9b\u202e"
-        over = plan | {"phase": "over", "exit_code": 9, "reason": reason}
-        other.post(version + 1, json.dumps(over).encode())
-        done = running.wait(60.0)
-    assert done.returncode == 9
-    assert r"over\nelaunch 00:00:00.000 all is well \x1b[2J\x9b\u202e" in done.stderr
-    assert not {"\x1b", "\x9b", "\u202e"} & set(done.stderr)
-    page = elaunch.run(["status", "job"])
-    assert not {"\x1b", "\x9b", "\u202e"} & set(page.stdout)
 
 
 def test_the_workers_own_output_is_theirs(elaunch: Launcher, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     key.set = lambda value: returned["key"].append(value.decode())  # type: ignore[attr-defined]
     vars(codecache)["torch_key"] = key
     vars(isa).update(valid_vec_isa_list=valid, VecISA=VecISA)
-    for module in (codecache, isa):
+    for module in (codecache, isa, types.ModuleType("torch.version")):  # one for no device
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(VecISA, "asked", [])
     yield returned

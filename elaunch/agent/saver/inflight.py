@@ -303,10 +303,11 @@ class SavesInFlight:
         if self._last is None or self._last.age <= done.age:
             self._last = done
 
-    def end_round(self, adopted: str = "") -> list[Save]:
+    def end_round(self, adopted: str = "", resumed: str = "") -> list[Save]:
         """Forget the ranks: the next ones are others. Return the saves that go on.
 
-        They are those whose uuid is ``adopted``.
+        They are those whose uuid is ``adopted``. The one that is the checkpoint ``resumed`` is
+        committed, if the thread that does that here has not come to note it.
         """
         self._ranks.clear()
         self.gone.clear()
@@ -314,7 +315,8 @@ class SavesInFlight:
         for save in self.by_stage.values():
             save.adopted = bool(adopted) and save.stage.uuid == adopted and not save.problem
             if not save.adopted:
-                self.drop(save, "the next round does not resume from it" if save.busy else "")
+                lost = save.busy and save.stage.final != resumed
+                self.drop(save, "the next round does not resume from it" if lost else "")
                 save.done = True
         return [save for save in self.by_stage.values() if save.adopted and save.shards]
 

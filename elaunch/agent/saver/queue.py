@@ -202,14 +202,15 @@ class SaveQueue:
         done = tuple(save.committed for save in open_ if save.committed is not None)
         return Settled(done, tuple(f"{s.stage.final}: {s.problem}" for s in open_ if s.problem))
 
-    def end_round(self, adopted: str = "") -> None:
+    def end_round(self, adopted: str = "", resumed: str = "") -> None:
         """Forget the round's ranks, and its saves that are still open.
 
-        ``adopted`` is the uuid of the save that the next round resumes from, out of memory. It goes
-        on, also where this process was done with it and is the one that commits from now on.
+        ``resumed`` is the name of the checkpoint that the next round resumes from, ``adopted`` the
+        uuid of the save that it resumes from out of memory. That goes on, also where this process
+        was done with it and is the one that commits from now on.
         """
         with self._changed:
-            going_on = self._saves.end_round(adopted)
+            going_on = self._saves.end_round(adopted, resumed)
             for save in going_on:
                 save.commits = self._rules.commits(save.first_shard())
                 save.done = save.committed is not None or not (save.commits or save.busy)

@@ -97,8 +97,9 @@ class SaverService:
             old, self._connections = list(self._connections.values()), {}
         for connection in old:
             connection.close()
-        adopted = "" if round_.checkpoint is None else round_.checkpoint.uuid
-        self.queue.end_round(adopted)
+        found = round_.checkpoint
+        adopted, resumed = ("", "") if found is None else (found.uuid, os.path.basename(found.path))
+        self.queue.end_round(adopted, resumed)
         self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"

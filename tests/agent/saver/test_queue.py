@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -312,6 +313,30 @@ def test_storage_that_hangs_does_not_hold_up_the_end(rig: Rig) -> None:
     assert rig.names == []
     done = rig.saved(20)
     assert done is not None
+
+
+def test_a_round_resumes_from_a_save_whose_commit_is_yet_to_be_noted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is on the disk, where the next round has found it: nothing is said to be lost."""
+    there, opened = threading.Event(), threading.Event()
+    commit_it = rig.disk.commit
+
+    def commit_slowly(*given: Any) -> Committed:
+        done = commit_it(*given)
+        there.set()
+        assert opened.wait(LONG)
+        return done
+
+    monkeypatch.setattr(rig.disk, "commit", commit_slowly)
+    rig.stage(10, 0)
+    rig.stage(10, 1)
+    assert there.wait(LONG)
+    rig.queue.end_round(resumed="step-00000010.r0")
+    opened.set()
+    wait_until(lambda: rig.rules.done == ["step-00000010.r0"], LONG)
+    assert "not committed" not in caplog.text
+    assert rig.queue.record()["problem"] == ""
 
 
 @pytest.mark.slow
