@@ -269,7 +269,7 @@ def _verdicts(size: int, saves: Saves, loads: list[dict[str, Any]]) -> list[tupl
     stall = middle(ASIDE, "stalls")
     rows = [
         _ratio(f"{size} MB: stall of save(block=False) over dcp.async_save",
-               stall, middle(DCP_THREAD, "stalls"), 0.25),
+               stall, middle(DCP_THREAD, "stalls"), 0.22),
         _ratio("… over one copy", stall, middle(FLOOR, "stalls"), 2.0),
         _ratio("save() over dcp.save, until committed",
                middle(OURS, "commits"), middle(DCP, "commits"), 1.1),
