@@ -14,7 +14,6 @@ heartbeat_timeout   heartbeat_timeout, heartbeat; or           3 s; 6 s for more
                     keep_alive_interval (5 s) times            nodes (MAX of --nnodes)
                     keep_alive_max_attempt (3)
 store_timeout       store_timeout                              30 s
-read_timeout        read_timeout                               60 s, at most store_timeout
 ==================  =========================================  =====================================
 
 The password for etcd comes from ``ELAUNCH_ETCD_PASSWORD``, from ``password_file``, or from
