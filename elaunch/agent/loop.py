@@ -34,7 +34,7 @@ from elaunch.agent.policy.actions import (
     TakeStacks,
 )
 from elaunch.agent.policy.state import Limits, Phase, State, late_save, refusal
-from elaunch.agent.policy.turn import Round, Turn, make_turn
+from elaunch.agent.policy.turn import Round, Turn, accused, make_turn
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
@@ -54,7 +54,8 @@ log = logging.getLogger("elaunch")
 
 
 Observer = Callable[[Turn], None]
-Accuse = Callable[[State], str]
+Accuse = Callable[[State], Callable[[], str]]
+"""Looks at the workers that are left when a round has failed; what it returns finds the culprit."""
 
 
 def limits_of(settings: Settings, meets: bool) -> Limits:
@@ -78,7 +79,7 @@ class Agent:
     """One run's agent; :meth:`run` returns the exit code.
 
     What it works with is started and closed by elaunch.agent.main. The first of the ``observers``
-    finds the culprit when a round has failed (make_turn). Of the others the first ones see a turn
+    looks for the culprit when a round has failed (Accuse). Of the others the first ones see a turn
     before its action is done, the second ones after it, both in their order.
     ``standalone`` is the coordinator of a job of one node; None where several meet.
     """
@@ -123,14 +124,22 @@ class Agent:
 
     def _serve(self, event: events.Event) -> None:
         """Handle one event to its end."""
-        turn = make_turn(self._state, event, self._accuse)
+        turn = make_turn(self._state, event)
+        fails = self._state.first is None and turn.before.first is not None
+        is_stopping = fails and isinstance(turn.action, StopWorkers)
+        if fails:
+            find = self._accuse(turn.before)
+            if is_stopping:  # each millisecond in which the others go on is one more to restart
+                self._perform(turn)
+            turn = accused(turn, find())
         self._state, action = turn.after, turn.action
         self._answer(turn)
         if isinstance(action, Refuse):
             raise action.error(turn.reason, code=action.code)
         for see in self._early:
             see(turn)
-        self._perform(turn)
+        if not is_stopping:
+            self._perform(turn)
         for see in self._late:
             see(turn)
         self._coordinate()

@@ -94,7 +94,7 @@ class Played:
 
     def __init__(self, limits: Limits, fresh: bool = False) -> None:
         self.state = State(limits)
-        self.accuse: Callable[[State], str] = lambda _: ""
+        self.accuse: Callable[[State], Callable[[], str]] = lambda _: str
         self.searches = 0
         self.due: float | None = None
         self._now = 0.0
@@ -144,7 +144,9 @@ class Played:
         return turns
 
     def _turn(self, event: events.Event) -> turn.Turn:
-        made = turn.make_turn(self.state, event, self.accuse)
+        made = turn.make_turn(self.state, event)
+        if self.state.first is None and made.before.first is not None:
+            made = turn.accused(made, self.accuse(made.before)())
         self.state = made.after
         if made.begun is not None:
             self._now = 0.0

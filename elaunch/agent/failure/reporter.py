@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from signal import SIGABRT
 
 from msgspec.structs import replace
 
@@ -42,6 +43,8 @@ from elaunch.runs.record import ProgressRecord
 from elaunch.runs.statedir import replace_file
 
 TAIL_LINES = 400
+VICTIMS = frozenset({1, -SIGABRT})
+"""Exit codes with which a rank ends that has lost another: of an exception, in Python or C++."""
 
 log = logging.getLogger("elaunch")
 
@@ -64,7 +67,7 @@ class Reporter:
         status_record: StatusRecord,
         publisher: StatusPublisher,
         progress: Callable[[], ProgressRecord | None] = lambda: None,
-        scene: Callable[[Exit, bool], Callable[[float], Scene | None]],
+        scene: Callable[[Exit, bool, bool], Callable[[float], Scene | None]],
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
@@ -96,19 +99,28 @@ class Reporter:
         if turn.begun is not None and self._made is None:
             self._keep(state)
 
-    def accuse(self, state: State) -> str:
-        """Return what is known of the culprit when the first has failed (FailureReport.accused)."""
+    def accuse(self, state: State) -> Callable[[], str]:
+        """Take the scene when the first has failed, before the others are signalled.
+
+        What is returned finds what is known of the culprit (FailureReport.accused).
+        """
         assert state.first is not None  # its caller has looked
         self._notice(state)
-        self._scene, lost = no_scene, False
-        first = self._left(state.first, False)
-        if state.limits.meets:  # where it has lost a rank, that may be one of another node
-            self._kept = (first,)
+        self._scene, lost, is_victim, first = no_scene, False, False, None
+        if state.limits.meets or state.first.exitcode in VICTIMS:
+            self._kept = (self._left(state.first, False),)
             found = self._make(state)
-            first, lost = replace(found.first, error_file=None), found.code in culprit.CLOSED
+            first = replace(found.first, error_file=None)
+            is_victim = first.explanation.victim
+            # What it has lost may be a rank of another node.
+            lost = state.limits.meets and found.code in culprit.CLOSED
         if state.phase is Phase.RUNNING and (state.alive or lost):
-            self._scene = self._take_scene(state.first, lost)
+            self._scene = self._take_scene(state.first, lost, is_victim)
+        return partial(self._accused, state, state.first, first)
+
+    def _accused(self, state: State, end: Exit, known: ends.Failure | None) -> str:
         scene = self._scene(0.0)
+        first = known or self._left(end, False)
         self._kept = (first, *self._leaving(state, scene))
         return self._make(state, scene).accused
 

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -43,6 +43,9 @@ TRACE: Final = b"fr_trace_json"
 DEVICE_TRACE: Final = b"dump_nccl_trace_json"
 """NCCL's collectives are in a record of their own, which a torch without NCCL does not have."""
 STACKS: Final = b"dump_traceback"
+
+STACKS_S: Final = 0.006
+"""Seconds for stacks that are only shown; a thread of Python gives its lock up after 5 ms."""
 
 
 class Question(NamedTuple):
@@ -118,7 +121,7 @@ class Recorders:
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
-        places = self._ask(pids, until, self._traces)[0]
+        places = self._ask(pids, until, self._traces)()[0]
         self._note(places)
         # The first collective of NCCL is not recorded before it has connected the ranks.
         new = [rank for rank, one in places.items() if one.groups and not (one.done or one.is_held)]
@@ -141,7 +144,7 @@ class Recorders:
             rank for rank, one in places.items() if not (one.is_held or one.problem or one.leaving)
         ]
         asked = {rank: pids[rank] for rank in outside if rank in pids}
-        dumps = self._ask(asked, until, (STACKS,))[1]
+        dumps = self._ask(asked, until, (STACKS,))()[1]
         found = _unrecorded_waits(places, dumps, pids)
         seen = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
         self._since = {k: one for k, one in self._since.items() if k not in asked} | seen
@@ -163,39 +166,65 @@ class Recorders:
         return {rank: at_times(place, partial(begun, rank)) for rank, place in places.items()}
 
     def scene(
-        self, pids: Mapping[int, int], until: float
-    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
-        """Return where the living workers are, and the stacks of those that let Python go."""
-        places, dumps = self._ask(pids, until, (*self._traces, STACKS))
-        return _awaiting(places, _unrecorded_waits(places, dumps, pids)), dumps
+        self, pids: Mapping[int, int], until: float, hurries: bool
+    ) -> Callable[[], tuple[dict[int, RankPlace], dict[int, Dump]]]:
+        """Ask the living workers; what is returned reads what they have answered.
+
+        That is where they are, and the stacks of those that let Python go. If it ``hurries``,
+        stacks are not waited for much longer than the rest takes.
+        """
+        read = self._ask(pids, until, (*self._traces, STACKS), hurries)
+
+        def places() -> tuple[dict[int, RankPlace], dict[int, Dump]]:
+            places, dumps = read()
+            return _awaiting(places, _unrecorded_waits(places, dumps, pids)), dumps
+
+        return places
 
     def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
         """Return the stacks of those workers that let Python go, as :meth:`places` does."""
-        return self._ask(pids, until, (STACKS,))[1]
+        return self._ask(pids, until, (STACKS,))()[1]
 
     def _ask(
-        self, pids: Mapping[int, int], until: float, handlers: Sequence[bytes]
-    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
-        places = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
-        dumps: dict[int, Dump] = {}
+        self,
+        pids: Mapping[int, int],
+        until: float,
+        handlers: Sequence[bytes],
+        hurries: bool = False,
+    ) -> Callable[[], tuple[dict[int, RankPlace], dict[int, Dump]]]:
+        """Ask them; what is returned takes their answers apart."""
+        ended = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
         begun = self._round
         if begun is None:
-            return places, dumps
+            return lambda: (ended, {})
         paths = {Question(rank, one): self._path(begun, rank) for rank in pids for one in handlers}
         answers: dict[int, dict[bytes, bytes | OSError]] = {rank: {} for rank in pids}
-        for question, answer in ask(paths, until).items():
+        for question, answer in ask(paths, until, hurries).items():
             answers[question.rank][question.handler] = answer
+        if any(isinstance(one.get(DEVICE_TRACE), NoRecordError) for one in answers.values()):
+            self._traces = (TRACE,)  # all workers have one torch
+        silent = (rank for rank, one in answers.items() if any(map(_is_silence, one.values())))
+        rests = {rank: stacks.at_rest(pids[rank]) for rank in silent}
+        return partial(self._taken_apart, begun, ended, answers, rests)
+
+    def _taken_apart(
+        self,
+        begun: Round,
+        ended: Mapping[int, RankPlace],
+        answers: Mapping[int, dict[bytes, bytes | OSError]],
+        rests: Mapping[int, str],
+    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
+        """Return where those are that have answered, and their stacks; some rest (at_rest)."""
+        places, dumps = dict(ended), dict[int, Dump]()
         for rank, by_handler in answers.items():
             stack = by_handler.pop(STACKS, b"")
             text = "" if isinstance(stack, OSError) else stack.decode("utf-8", "replace")
             dump = stackdump.parse(text)
             dumps |= {} if dump is None else {rank: dump}
-            if isinstance(by_handler.get(DEVICE_TRACE), NoRecordError):
-                self._traces = (TRACE,)  # all workers have one torch
             found = _read(rank, begun.place.world_size, by_handler, self._path(begun, rank))
             if found is not None:
-                rests = stacks.at_rest(pids[rank]) if found.problem else ""
-                places[rank] = replace(found, problem=rests, stopped=True) if rests else found
+                why = rests.get(rank, "") if found.problem else ""
+                places[rank] = replace(found, problem=why, stopped=True) if why else found
         return places, dumps
 
     def close(self) -> None:
@@ -217,8 +246,18 @@ class NoRecordError(OSError):
     """A worker answers that its torch has no such record."""
 
 
-def ask(questions: Mapping[Question, Path], until: float) -> dict[Question, bytes | OSError]:
-    """Return what each worker answers until then, or why it does not."""
+def _is_silence(answer: bytes | OSError) -> bool:
+    """Whether nobody has answered, not even that there is no such record."""
+    return isinstance(answer, OSError) and not isinstance(answer, NoRecordError)
+
+
+def ask(
+    questions: Mapping[Question, Path], until: float, hurries: bool = False
+) -> dict[Question, bytes | OSError]:
+    """Return what each worker answers until then, or why it does not.
+
+    A stack may wait for Python's lock; if it ``hurries``, STACKS_S longer than the others.
+    """
     answers: dict[Question, bytes | OSError] = {}
     with selectors.DefaultSelector() as selector:
         for question, path in questions.items():
@@ -232,7 +271,15 @@ def ask(questions: Mapping[Question, Path], until: float) -> dict[Question, byte
             ready = selector.select(max(0.0, until - time.monotonic()))
             keys = [key for key, _ in ready] or list(selector.get_map().values())
             answers |= _taken(selector, keys, late=not ready)
+            if hurries and not any(_is_quick(key) for key in selector.get_map().values()):
+                until, hurries = min(until, time.monotonic() + STACKS_S), False
     return answers
+
+
+def _is_quick(key: selectors.SelectorKey) -> bool:
+    """Whether a question that is not answered yet needs no lock of Python's."""
+    question: Question = key.data[0]
+    return question.handler != STACKS
 
 
 def _taken(

@@ -25,6 +25,7 @@ from elaunch.agent.hangs.processes import LoaderActivity, WorkerActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
 from elaunch.agent.hangs.recorders import Recorders
 from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.hangs.watchdog import Watchdog
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
@@ -180,33 +181,43 @@ class HangWatch:
         self._progress.hear(turn.event)
         self._recorders.see(turn.event)
 
-    def take_scene(self, first: Exit, lost: bool) -> Callable[[float], Scene | None]:
+    def take_scene(
+        self, first: Exit, lost: bool, is_victim: bool
+    ) -> Callable[[float], Scene | None]:
         """Ask the others, before they are signalled, where they are; blocks SCENE_S at most.
 
-        Where the ``first`` has ``lost`` a rank, that may be one of another node: these are asked,
-        too. The function that is returned waits so many seconds for what is missing of that.
+        If the ``first`` is a victim, it takes as long as it may; else what they do is only shown.
+        Where it has ``lost`` a rank, that may be one of another node: these are asked, too. The
+        function that is returned waits so many seconds for what is missing of that.
         """
         nothing: Callable[[float], Scene | None] = no_scene
         if not self._takes_scene:
             return nothing
-        take = partial(self._take_scene, first, lost)
+        take = partial(self._take_scene, first, lost, is_victim)
         return bounded(take, nothing, "cannot see where the other workers are")
 
-    def _take_scene(self, first: Exit, lost: bool) -> Callable[[float], Scene | None]:
+    def _take_scene(
+        self, first: Exit, lost: bool, is_victim: bool
+    ) -> Callable[[float], Scene | None]:
         until, elsewhere, failed = time.monotonic() + SCENE_S, dict[int, RankPlace](), set[int]()
         answered, settled = threading.Event(), threading.Event()
         if lost:
             atonce.start("ask nodes", self._ask_nodes, elsewhere, failed, answered, settled)
         pids = {rank: pid for rank, (_, pid) in self._progress.workers().items()}
         pids.pop(first.rank, None)
-        places, dumps = self._recorders.scene(pids, until)
+        read = self._recorders.scene(pids, until, hurries=not is_victim)
         now, before = time.time(), self._waiting
         if lost:
             answered.wait(max(0.0, until - time.monotonic()))
+        nothing: tuple[dict[int, RankPlace], dict[int, Dump]] = {}, {}
+        asked: list[tuple[dict[int, RankPlace], dict[int, Dump]]] = []
 
         def describe(patience: float) -> Scene | None:
             if lost and patience:
                 settled.wait(patience)
+            if not asked:  # the others are signalled before it is read
+                asked.append(bounded(read, nothing, "cannot read what the other workers do"))
+            places, dumps = asked[0]
             found, gone = {**elsewhere, **places}, frozenset(failed)
             if not (found or gone):
                 return None

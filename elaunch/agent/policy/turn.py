@@ -8,7 +8,6 @@ the workers' links, the hang watch, the saver, the run's record and the event lo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cached_property
 
 from msgspec import Struct
@@ -94,16 +93,17 @@ class Turn(Struct, frozen=True):
     begun: Round | None = None
 
 
-def make_turn(
-    state: State, event: events.Event, accuse: Callable[[State], str] = lambda _: ""
-) -> Turn:
-    """Return the turn that ``event`` makes in ``state``.
+def make_turn(state: State, event: events.Event) -> Turn:
+    """Return the turn that ``event`` makes in ``state``."""
+    return _decided(observe(state, event), event)
 
-    ``accuse`` finds the culprit when a round has failed, before the other workers are signalled.
-    """
-    before = observe(state, event)
-    if before.first is not None and state.first is None:
-        before = replace(before, culprit=accuse(before))
+
+def accused(made: Turn, culprit: str) -> Turn:
+    """Return the turn in which a round failed, with its ``culprit``: only what is said changes."""
+    return _decided(replace(made.before, culprit=culprit), made.event) if culprit else made
+
+
+def _decided(before: State, event: events.Event) -> Turn:
     action, reason = decide.decide(before, event)
     begun = _begun(before, action, reason) if isinstance(action, StartRound) else None
     return Turn(before, event, action, reason, follow(before, action, reason), begun)

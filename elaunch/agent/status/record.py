@@ -83,6 +83,7 @@ class StatusRecord:
         self._failed_at: float | None = None
         self._begun = time.monotonic()
         self._round_begun: float | None = None
+        self._news = False
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
         self._nodes: Sequence[Node] = ()
@@ -171,7 +172,7 @@ class StatusRecord:
                 record["reason"] = event.plan.waits or event.plan.reason or record["reason"]
         record["restarts"]["used"] = state.restarts
         record["restarts"]["without_progress"] = state.without_progress
-        if self._worth_writing(state, event, action):
+        if self._news or self._worth_writing(state, event, action):
             self.write()
 
     def _worth_writing(self, state: State, event: events.Event, action: Action) -> bool:
@@ -185,9 +186,12 @@ class StatusRecord:
         return isinstance(event, events.Exit) and self._record["state"] == "RUNNING"
 
     def note_failure(self, report: dict[str, Any]) -> None:
-        """Put a failure report into the record; the next round does not remove it."""
+        """Put a failure report into the record; the next round does not remove it.
+
+        It is written with what the turn has changed (:meth:`see`).
+        """
         self._record["failure"] = report
-        self.write()
+        self._news = True
 
     def note_job_failure(self, failure: WorkerFailure) -> None:
         """Put the first failure of the job, on another node, into the record, with its round."""
@@ -219,6 +223,7 @@ class StatusRecord:
 
     def write(self) -> None:
         """Replace the record on disk and for readers of the socket."""
+        self._news = False
         self._note_lasted(self._record)
         cast("dict[str, Any]", self._record).update(self._measured(False))
         self._published = _packed(self._record)

@@ -49,7 +49,7 @@ class Rig:
         known["scene"] = self.take_scene
         self.reporter = Reporter(settings, run_dir, self.pump, **known)  # type: ignore[arg-type]
 
-    def take_scene(self, _: Exit, lost: bool) -> Callable[[float], Scene | None]:
+    def take_scene(self, _: Exit, lost: bool, is_victim: bool) -> Callable[[float], Scene | None]:
         """Return the scene; note whether other nodes would be asked."""
         self.asked.append(lost)
         return lambda _: self.scene

@@ -124,7 +124,7 @@ def test_a_groups_file_that_is_none(tmp_path: Path) -> None:
 def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows no receive."""
     empty = Dump((), ())
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: ({}, {0: empty}))
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: ({}, {0: empty}))
     places = {0: RankPlace(done=1)}
     assert Recorders(tmp_path).with_receives(places, {0: 1}, 0.0) == places
 
@@ -135,7 +135,7 @@ def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     places = {0: RankPlace({"0": GroupPlace((0, 1), calls=(inside,))}), 1: RankPlace()}
     clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
     monkeypatch.setattr(recorders, "time", clock)
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: (places, {}))
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: (places, {}))
     asked = Recorders(tmp_path)
     assert asked.with_receives(asked.places({}, 0.0), {}, 0.0) == places
     clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
@@ -152,7 +152,7 @@ def test_a_clock_that_is_set_back_in_a_receive(
     monkeypatch.setattr(recorders, "time", clock)
     frame = f'File "{stackdump._TORCHS}", line 1 in recv'
     places, dumps = {0: RankPlace(done=1)}, {0: Dump((frame,), ())}
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: (places, dumps))
+    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: (places, dumps))
     asked, pids = Recorders(tmp_path), {0: 1}
     assert waited(asked.with_receives(asked.places(pids, 0.0), pids, 0.0), 1003.0) == 0.0
     clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
@@ -195,7 +195,7 @@ def test_the_first_collective_of_nccl_is_not_recorded_while_it_connects(
 
     def both(_: Recorders, pids: object, until: float, handlers: tuple[bytes, ...]) -> Any:
         asked.append(handlers)
-        return places, dumps
+        return lambda: (places, dumps)
 
     monkeypatch.setattr(Recorders, "_ask", both)
     own, pids = Recorders(tmp_path), {0: os.getpid(), 1: os.getpid()}
@@ -205,3 +205,17 @@ def test_the_first_collective_of_nccl_is_not_recorded_while_it_connects(
         assert [call.name for call in found[0].awaited] == ["all_reduce"] and not found[1].awaited
     assert waited(found, 1000.0) == 8.0
     assert asked.count((STACKS,)) == 2
+
+
+def test_stacks_that_are_only_shown_are_not_waited_for(tmp_path: Path) -> None:
+    """They may wait for Python's lock for ever; what is recorded comes without it."""
+    answer = b'{"entries": []}'
+    answering(tmp_path / "0", HEAD % len(answer) + answer)
+    silent = listen(tmp_path / "1", 8)
+    questions = {Question(0, TRACE): tmp_path / "0", Question(1, STACKS): tmp_path / "1"}
+    began = time.monotonic()
+    found = ask(questions, began + 60.0, hurries=True)
+    assert time.monotonic() - began < 30
+    assert found[Question(0, TRACE)] == answer
+    assert isinstance(found[Question(1, STACKS)], TimeoutError)
+    silent.close()

@@ -166,8 +166,8 @@ def test_for_whom_all_had_waited_when_they_failed(
     explained.watch._seen()
     now = structs.replace(outside, done=13) if moved else outside
     places, dumps = {0: RankPlace(leaving=True), 1: now}, {1: Dump(("File x",))}
-    monkeypatch.setattr(recorders, "scene", lambda *_: (places, dumps))
-    found = explained.watch._take_scene(FIRST, False)(0.0)
+    monkeypatch.setattr(recorders, "scene", lambda *_, **__: lambda: (places, dumps))
+    found = explained.watch._take_scene(FIRST, False, True)(0.0)
     assert found is not None and found.culprit is None and found.leaving == (0,)
     assert (found.awaited is None) is moved
     if found.awaited is not None:
@@ -175,10 +175,10 @@ def test_for_whom_all_had_waited_when_they_failed(
         assert found.awaited.ranks == (1,)
         # Without its stack nobody knows that it receives nothing.
         dumps.clear()
-        found = explained.watch._take_scene(FIRST, False)(0.0)
+        found = explained.watch._take_scene(FIRST, False, True)(0.0)
         assert found is not None and found.awaited is not None and not found.awaited.ranks
         places[1] = receiving()
-        found = explained.watch._take_scene(FIRST, False)(0.0)
+        found = explained.watch._take_scene(FIRST, False, True)(0.0)
         assert found is not None and found.awaited is None
 
 
@@ -191,9 +191,11 @@ def test_a_rank_whose_stack_did_not_come_is_not_accused_of_a_crash(
     for other, ranks in ((outside, ()), (RankPlace(ended=True), (1,))):
         places = {0: inside(61.0, (0, 1, 2)), 1: other}
         monkeypatch.setattr(
-            explained.watch._recorders, "scene", lambda *_, places=places: (places, {})
+            explained.watch._recorders,
+            "scene",
+            lambda *_, places=places, **__: lambda: (places, {}),
         )
-        found = explained.watch._take_scene(FIRST, False)(0.0)
+        found = explained.watch._take_scene(FIRST, False, True)(0.0)
         assert found is not None and found.culprit is not None
         assert found.culprit.ranks == ranks
 
@@ -205,9 +207,9 @@ def test_a_scene_in_a_file_system_that_hangs(
     explained = Explained(monkeypatch, tmp_path, others=False)
     answers = threading.Event()
     monkeypatch.setattr("elaunch.agent.patience.FILES_S", 0.05)
-    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_: answers.wait(20.0))
+    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_, **__: answers.wait(20.0))
     began = time.monotonic()
-    assert explained.watch.take_scene(FIRST, False)(0.0) is None
+    assert explained.watch.take_scene(FIRST, False, False)(0.0) is None
     assert time.monotonic() - began < 15
     answers.set()
 
@@ -219,7 +221,9 @@ def test_other_nodes_are_asked_by_one_that_has_lost_a_rank(
     """And again while a rank there comes to its end."""
     explained = Explained(monkeypatch, tmp_path, others=True)
     waits = inside(1.0, (0, 1, 2, 3))
-    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_: ({1: waits}, {}))
+    monkeypatch.setattr(
+        explained.watch._recorders, "scene", lambda *_, **__: lambda: ({1: waits}, {})
+    )
     answers = [({2: RankPlace(ended=True), 3: RankPlace(leaving=True)}, ()), ({}, (3,))]
 
     def places(_: Round, __: bool, failed: set[int]) -> Mapping[int, RankPlace]:
@@ -228,7 +232,7 @@ def test_other_nodes_are_asked_by_one_that_has_lost_a_rank(
         return found
 
     explained.watch.meet(cast(Any, SimpleNamespace(places=places)))
-    found = explained.watch.take_scene(FIRST, lost)(10.0)
+    found = explained.watch.take_scene(FIRST, lost, lost)(10.0)
     assert found is not None
     assert found.seen == ({1, 2, 3} if lost else {1})
     assert (found.ended, found.failed, found.leaving) == (
