@@ -22,6 +22,7 @@ offset  format  field
 912     d       since: when that began, on the monotonic clock
 920     7d      seconds that went on each of SPENT until then
 976     q       first: the steps_completed that were reported first, -1 before
+984     Q       own_beats: those of beats that no call of ctx.checkpoint has made
 ======  ======  =====================================================================
 
 Texts are UTF-8, filled up with NUL. One process writes; any process may read. A reader copies the
@@ -63,9 +64,11 @@ _DOING: Final = (128, 256)
 _STATUS: Final = (384, 512)
 _KIND_AT: Final = 904
 _FIRST_AT: Final = 976
+_OWN: Final = struct.Struct("<Q")
+_OWN_AT: Final = 984
 _SPENT: Final = struct.Struct("<Qd7d")
 _OPENED: Final = struct.Struct("<d")
-_WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512sdQd7dq")
+_WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512sdQd7dqQ")
 Spent = Literal["init", "first_step", "train", "load", "save", "wait", "section"]
 SPENT: Final[tuple[Spent, ...]] = (
     "init",
@@ -98,18 +101,21 @@ class Reading(NamedTuple):
     since: float = 0.0
     spent: tuple[float, ...] = ()
     first: int | None = None
+    own_beats: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
     """A section that is open; ``until`` on the monotonic clock, inf without a timeout.
 
-    ``outer`` is what :meth:`ProgressPage.spent_on` takes.
+    ``outer`` is what :meth:`ProgressPage.spent_on` takes; ``own``: the script has opened it, and no
+    call of ctx.checkpoint.
     """
 
     name: str
     until: float
     outer: Spent | None = None
+    own: bool = True
 
 
 class ProgressPage:
@@ -124,7 +130,7 @@ class ProgressPage:
         os.ftruncate(self.fd, SIZE)
         self._memory: mmap.mmap | bytearray = mmap.mmap(self.fd, SIZE)
         self._lock = threading.RLock()  # a signal's handler may write while its thread does
-        self._beats = 0
+        self._beats = self._own_beats = 0
         self._texts = 0
         self._sections: tuple[Section, ...] = ()
         self._doing = ""
@@ -149,6 +155,9 @@ class ProgressPage:
         """Report that this worker makes progress; half a microsecond, no system call."""
         self._beats += 1
         _BEAT.pack_into(self._memory, 8, self._beats, time.monotonic())
+        if not self._sections or self._sections[-1].own:
+            self._own_beats += 1
+            _OWN.pack_into(self._memory, _OWN_AT, self._own_beats)
 
     def note(self, doing: str) -> None:
         """Report what the script asks for now, as in "allgather #3"."""
@@ -209,7 +218,7 @@ class ProgressPage:
             kind: what its time goes on.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        section = Section(name, until, self.spend(kind))
+        section = Section(name, until, self.spend(kind), own=kind == "section")
         with self._lock:
             self._sections = (*self._sections, section)
             self._show_section()
@@ -218,11 +227,11 @@ class ProgressPage:
 
     def leave(self, section: Section) -> None:
         """Close a section; those that other threads opened meanwhile stay open."""
+        self.beat()
         with self._lock:
             self._sections = tuple(s for s in self._sections if s is not section)
             self._show_section()
         self.spent_on(section.outer)
-        self.beat()
 
     def last(self) -> str:
         """Return what the script asked for last and when, for people."""
@@ -338,7 +347,7 @@ def _cut(text: str, size: int) -> bytes:
 
 def _decode(copy: bytes) -> Reading:
     _, beats, beat_at, step, progress, until, _, *rest = _WHOLE.unpack(copy)
-    section, doing, status, opened, kind, since, *spent, first = rest
+    section, doing, status, opened, kind, since, *spent, first, own_beats = rest
     return Reading(
         beats=beats,
         beat_at=beat_at,
@@ -353,6 +362,7 @@ def _decode(copy: bytes) -> Reading:
         since=since,
         spent=tuple(spent),
         first=None if first < 0 else first,
+        own_beats=own_beats,
     )
 
 

@@ -289,3 +289,31 @@ def test_a_wait_for_the_last_save_is_no_hang(elaunch: Launcher, tmp_path: Path) 
     (elaunch.directory / "go").touch()
     done = running.wait()
     assert done.returncode == 0, done.stderr
+
+
+CHECKPOINTS_ONLY = """
+import time, torch, torch.distributed as dist, elaunch
+with elaunch.init(announce=False) as ctx:
+    GROUP
+    ctx.checkpoint.load({"x": torch.zeros(1)})
+    for step in range(1, 13):
+        STEP
+        time.sleep(0.5)
+        if step in (1, 2, 3):
+            ctx.checkpoint.save({"x": torch.ones(1)}, step, block=False)
+"""
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_a_script_that_only_saves_is_not_judged_by_that(
+    elaunch: Launcher, tmp_path: Path, collectives: bool
+) -> None:
+    """Between two saves it may train for hours; what its collectives show counts, if it has any."""
+    group, step = ('dist.init_process_group("gloo")', "dist.all_reduce(torch.ones(1))")
+    script = tmp_path / "saves.py"
+    text = CHECKPOINTS_ONLY.replace("GROUP", group if collectives else "pass")
+    script.write_text(text.replace("STEP", step if collectives else "pass"))
+    flags = ["--hang-timeout=2", f"--checkpoint-dir={tmp_path / 'ck'}"]
+    done = elaunch.run(["run", f"--nproc-per-node={1 + collectives}", *flags, script])
+    assert done.returncode == 0, done.stderr
+    assert "no progress" not in done.stderr

@@ -12,12 +12,12 @@ collectives   neither of these in any round, and torch's record   it enters a co
               or one waits now in the making of a group
 ============  ==================================================  =================================
 
-A script that only calls ``elaunch.init()`` is not judged by what it never reports, nor are the
-ranks of one that reports on rank 0 only. Once a script has reported, its next rounds are watched by
-that from the first moment, until all have detached. What a process does beyond that (its use of the
-CPU, files that it writes) is no sign of progress: a rank that hangs in a collective computes. Only
-with ``auto``, and of a rank that is in no collective, it is: nothing else tells an evaluation that
-it makes while the others wait for it.
+A script that only calls ``elaunch.init()``, or ``ctx.checkpoint`` now and then, is not judged by
+what it never reports, nor are the ranks of one that reports on rank 0 only. Once a script has
+reported, its next rounds are watched by that from the first moment, until all have detached. What a
+process does beyond that (its use of the CPU, files that it writes) is no sign of progress: a rank
+that hangs in a collective computes. Only with ``auto``, and of a rank that is in no collective, it
+is: nothing else tells an evaluation that it makes while the others wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from elaunch.agent.hangs.collectives import OUTSIDE, RankPlace
 from elaunch.agent.hangs.judge import Look, Mark, Source
@@ -209,7 +209,7 @@ class RoundProgress:
         if source == "collectives":
             outside = None if shown or self._activity is None else OUTSIDE
             at = {k: places.get(first + k, outside) for k in pids}
-            marks = {k: self._of_place(at[k], pid) for k, pid in pids.items()}
+            marks = {k: self._of_place(at[k], pid, readings.get(k)) for k, pid in pids.items()}
         by_rank = {first + k: mark for k, mark in marks.items()}
         return Look(time.monotonic(), source, by_rank, held, expected)
 
@@ -217,18 +217,25 @@ class RoundProgress:
         assert self._collectives is not None  # its caller has looked
         return self._collectives({r: pid for r, (_, pid) in self.workers().items()})
 
-    def _of_place(self, place: RankPlace | None, pid: int) -> Mark | None:
+    def _of_place(self, place: RankPlace | None, pid: int, page: Reading | None) -> Mark | None:
         if place is None or place.problem:
             return None
         busy = 0 if self._activity is None or place.waits else self._activity(pid)
         value = (place.done, tuple(sorted(place.groups.items())), busy)
         early = place.done <= SET_UP
-        return Mark(value, not early, waits=place.waits, early=early)
+        mark = Mark(value, not early, waits=place.waits, early=early)
+        if page is None:
+            return mark
+        # A script that has no reports but its checkpoints: each call of those is a section.
+        shown = _of_page(page)
+        return structs.replace(
+            mark, value=(value, page.beats), section=shown.section, until=shown.until
+        )
 
     def _note(self, readings: Mapping[int, Reading]) -> None:
         for local_rank, reading in readings.items():
-            first = self._first_beats.setdefault(local_rank, reading.beats)
-            if _says(reading) or reading.beats - first > SILENT:
+            first = self._first_beats.setdefault(local_rank, reading.own_beats)
+            if _says(reading) or reading.own_beats - first > SILENT:
                 self._speakers.add(local_rank)
         self._speaks = self._speaks or bool(self._speakers)
         self._seen_pages = self._seen_pages or bool(readings)
@@ -284,11 +291,11 @@ class RoundProgress:
 
 
 def _says(reading: Reading) -> bool:
-    """Whether the script itself has reported something, beyond being there."""
+    """Whether the script itself has reported something, beyond being there and its checkpoints."""
     return bool(
         reading.step is not None
         or reading.progress is not None
-        or reading.section
+        or (reading.section and reading.kind not in ("load", "save"))
         or reading.status
     )
 

@@ -117,6 +117,32 @@ def test_a_script_that_says_something_is_the_source(pages: Pages, call: str) -> 
     assert found.marks[5] is not None
 
 
+def test_calls_of_the_checkpoint_are_no_reports(pages: Pages) -> None:
+    """A script that saves every hour shows nothing in between; its collectives do."""
+    inside = CollectiveCall(61, "all_reduce", waits=True)
+    places = {
+        4: RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1),
+        5: RankPlace({"0": GroupPlace((4, 5), calls=(inside,))}, done=SET_UP + 1),
+    }
+    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: places)
+    begin(made)
+    page = pages.attach(0)
+    page.ready()
+    for kind in ("load", "save", "save"):
+        section = page.enter("checkpoint", 60.0, kind)
+        for _ in range(SILENT):
+            page.note("allgather")
+        found = seen(made)
+        assert found.source == "collectives"
+        mark = found.marks[4]
+        assert mark is not None and mark.section == "checkpoint" and mark.until is not None
+        page.leave(section)
+        after = seen(made).marks[4]
+        assert after is not None and not after.section and after.value != mark.value
+    page.step(1)
+    assert seen(made).source == "script"
+
+
 def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
     """Some scripts speak on rank 0 only."""
     made = progress(pages)
