@@ -22,7 +22,7 @@ offset  format  field
 912     d       since: when that began, on the monotonic clock
 920     7d      seconds that went on each of SPENT until then
 976     q       first: the steps_completed that were reported first, -1 before
-984     Q       own_beats: those of beats that no call of ctx.checkpoint has made
+984     Q       how many of the beats calls of ctx.checkpoint have made
 ======  ======  =====================================================================
 
 Texts are UTF-8, filled up with NUL. One process writes; any process may read. A reader copies the
@@ -64,8 +64,8 @@ _DOING: Final = (128, 256)
 _STATUS: Final = (384, 512)
 _KIND_AT: Final = 904
 _FIRST_AT: Final = 976
-_OWN: Final = struct.Struct("<Q")
-_OWN_AT: Final = 984
+_CHECKPOINT_BEATS: Final = struct.Struct("<Q")
+_CHECKPOINT_BEATS_AT: Final = 984
 _SPENT: Final = struct.Struct("<Qd7d")
 _OPENED: Final = struct.Struct("<d")
 _WHOLE: Final = struct.Struct("<8sQdqddQ8x64s256s512sdQd7dqQ")
@@ -86,7 +86,10 @@ _SAME_TIME_S: Final = 0.05
 
 
 class Reading(NamedTuple):
-    """One reading of a page; times on this machine's monotonic clock, in seconds."""
+    """One reading of a page; times on this machine's monotonic clock, in seconds.
+
+    ``own_beats`` are those that no call of ctx.checkpoint has made.
+    """
 
     beats: int
     beat_at: float
@@ -130,7 +133,7 @@ class ProgressPage:
         os.ftruncate(self.fd, SIZE)
         self._memory: mmap.mmap | bytearray = mmap.mmap(self.fd, SIZE)
         self._lock = threading.RLock()  # a signal's handler may write while its thread does
-        self._beats = self._own_beats = 0
+        self._beats = self._checkpoint_beats = 0
         self._texts = 0
         self._sections: tuple[Section, ...] = ()
         self._doing = ""
@@ -155,9 +158,9 @@ class ProgressPage:
         """Report that this worker makes progress; half a microsecond, no system call."""
         self._beats += 1
         _BEAT.pack_into(self._memory, 8, self._beats, time.monotonic())
-        if not self._sections or self._sections[-1].own:
-            self._own_beats += 1
-            _OWN.pack_into(self._memory, _OWN_AT, self._own_beats)
+        if self._sections and not self._sections[-1].own:
+            self._checkpoint_beats += 1
+            _CHECKPOINT_BEATS.pack_into(self._memory, _CHECKPOINT_BEATS_AT, self._checkpoint_beats)
 
     def note(self, doing: str) -> None:
         """Report what the script asks for now, as in "allgather #3"."""
@@ -347,7 +350,7 @@ def _cut(text: str, size: int) -> bytes:
 
 def _decode(copy: bytes) -> Reading:
     _, beats, beat_at, step, progress, until, _, *rest = _WHOLE.unpack(copy)
-    section, doing, status, opened, kind, since, *spent, first, own_beats = rest
+    section, doing, status, opened, kind, since, *spent, first, checkpoint_beats = rest
     return Reading(
         beats=beats,
         beat_at=beat_at,
@@ -362,7 +365,7 @@ def _decode(copy: bytes) -> Reading:
         since=since,
         spent=tuple(spent),
         first=None if first < 0 else first,
-        own_beats=own_beats,
+        own_beats=beats - checkpoint_beats,
     )
 
 
