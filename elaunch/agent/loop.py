@@ -80,7 +80,8 @@ class Agent:
 
     What it works with is started and closed by elaunch.agent.main. The first of the ``observers``
     looks for the culprit when a round has failed (Accuse). Of the others the first ones see a turn
-    before its action is done, the second ones after it, both in their order.
+    before its action is done, but for the signal that goes out then; the second ones after it, both
+    in their order.
     ``standalone`` is the coordinator of a job of one node; None where several meet.
     """
 

@@ -321,6 +321,8 @@ def summary(report: FailureReport) -> str:
 def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Failure:
     """Return ``left`` with what its error file and its stderr say."""
     end, error = left.exit, left.error or errorfile.read(left.error_file)
+    if left.stopped and end.exitcode < 0 and _was_leaving(end, known.scene):
+        end = end._replace(exitcode=1)  # with which what it has raised would have ended it
     if error and error.callstack:
         lines, origin = error.callstack.rstrip("\n").split("\n"), "error file"
     else:
@@ -335,21 +337,29 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
         local_world_size=known.local_world_size,
         shm_free=known.shm_free,
     )
-    return replace(
+    found = replace(
         left,
         error=error,
         message=message[:MAX_MESSAGE],
         traceback=tracebacks.cap(lines, source or "its output"),
         traceback_from=origin if lines else "",
         ms_after_first=_milliseconds(seconds_after),
-        explanation=Explanation() if _is_ours(left, known.scene) else explanation,
     )
+    ours = _is_ours(found, known.scene)
+    return replace(found, explanation=Explanation() if ours else explanation)
 
 
 def _came_to_end(failure: Failure, scene: Scene | None) -> bool:
-    """Whether it has ended with an error to which it was on its way before any was signalled."""
-    leaving = () if scene is None else scene.leaving
-    return failure.exit.exitcode > 0 and failure.exit.rank in leaving
+    """Whether it was on its way to an end with an error before any was signalled.
+
+    It may have been signalled before it came there: then it has raised.
+    """
+    has_failed = failure.exit.exitcode > 0 or bool(failure.message)
+    return has_failed and _was_leaving(failure.exit, scene)
+
+
+def _was_leaving(end: Exit, scene: Scene | None) -> bool:
+    return scene is not None and end.rank in scene.leaving
 
 
 def _is_ours(failure: Failure, scene: Scene | None) -> bool:

@@ -289,7 +289,7 @@ _OF_END: Final = {end: cause for cause in CAUSES.values() for end in cause.ends}
 _SHM_LOW: Final = 64 << 20
 # Other codes are a script's own choice and other signals come from elsewhere: there, a known text
 # among the last lines (a connection that was refused once, say) need not be the cause.
-_TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
+TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
 _PLACEHOLDERS: Final = {"of": "", "module": "…", "ordinal": "", "it": "it", "timer": "…"}
 
 
@@ -337,7 +337,7 @@ def explain(
         return _filled(CAUSES["E-TIMER"], timer=end.timer)
     if number == signal.SIGKILL and oom_kill:
         return _filled(CAUSES["E-OOM-KILLED"], it="it")
-    if end.exitcode in _TEXT_COUNTS:
+    if end.exitcode in TEXT_COUNTS:
         found = _by_text(end, text, local_world_size)
         if found is not None:
             return found

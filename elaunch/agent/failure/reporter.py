@@ -17,12 +17,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from signal import SIGABRT
 
 from msgspec.structs import replace
 
 from elaunch import proc
-from elaunch.agent.failure import culprit, ends, report
+from elaunch.agent.failure import culprit, ends, explain, report
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.watch import SETTLE_S, no_scene
@@ -43,8 +42,6 @@ from elaunch.runs.record import ProgressRecord
 from elaunch.runs.statedir import replace_file
 
 TAIL_LINES = 400
-VICTIMS = frozenset({1, -SIGABRT})
-"""Exit codes with which a rank ends that has lost another: of an exception, in Python or C++."""
 
 log = logging.getLogger("elaunch")
 
@@ -89,7 +86,10 @@ class Reporter:
         self._kept: tuple[ends.Failure, ...] = ()
 
     def see(self, turn: Turn) -> None:
-        """Take down what cannot be seen any more when the turn's action is done."""
+        """Take down what cannot be seen any more when the turn's action is done.
+
+        What cannot be seen once the others of a failed round are signalled is :meth:`accuse`'s.
+        """
         state, event = turn.before, turn.event
         if event == state.hang:
             self._scene = no_scene
@@ -107,7 +107,7 @@ class Reporter:
         assert state.first is not None  # its caller has looked
         self._notice(state)
         self._scene, lost, is_victim, first = no_scene, False, False, None
-        if state.limits.meets or state.first.exitcode in VICTIMS:
+        if state.limits.meets or state.first.exitcode in explain.TEXT_COUNTS:
             self._kept = (self._left(state.first, False),)
             found = self._make(state)
             first = replace(found.first, error_file=None)

@@ -247,8 +247,8 @@ class NoRecordError(OSError):
 
 
 def _is_silence(answer: bytes | OSError) -> bool:
-    """Whether nobody has answered, not even that there is no such record."""
-    return isinstance(answer, OSError) and not isinstance(answer, NoRecordError)
+    """Whether somebody who is there does not answer, not even that there is no such record."""
+    return isinstance(answer, OSError) and not isinstance(answer, NoRecordError | FileNotFoundError)
 
 
 def ask(
@@ -357,7 +357,7 @@ def _read(
     try:
         noted = _text(groups_path(path))
         return place(rank, world_size, traces.get(TRACE, b"{}"), noted, traces.get(DEVICE_TRACE))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return RankPlace(problem=f"what it answers is not read: {error}")
 
 

@@ -210,12 +210,14 @@ class HangWatch:
         if lost:
             answered.wait(max(0.0, until - time.monotonic()))
         nothing: tuple[dict[int, RankPlace], dict[int, Dump]] = {}, {}
-        asked: list[tuple[dict[int, RankPlace], dict[int, Dump]]] = []
+        # The lines of a victim's peers are looked up where they run, while they do. What is only
+        # shown is read when the others are signalled.
+        asked = [read()] if is_victim else []
 
         def describe(patience: float) -> Scene | None:
             if lost and patience:
                 settled.wait(patience)
-            if not asked:  # the others are signalled before it is read
+            if not asked:
                 asked.append(bounded(read, nothing, "cannot read what the other workers do"))
             places, dumps = asked[0]
             found, gone = {**elsewhere, **places}, frozenset(failed)

@@ -36,6 +36,9 @@ from elaunch import env
 
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+TORCHS_STACKS: Final = "torch-dump_traceback"
+"""How the file begins into which torch writes the stacks that it is asked for, and which it leaves
+where the worker ends meanwhile."""
 LOCKS: Final = "locks"
 """Where TorchInductor has its locks, below each directory of a cache."""
 _ELF: Final = struct.Struct("<4sBB34xQ10xHH2x")  # magic, 64 bits, order, then section headers
@@ -176,7 +179,8 @@ def _remove_link(path: str) -> None:
 def _remove_unless_file(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
-        if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+        is_torchs = os.path.basename(path).startswith(TORCHS_STACKS)
+        if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or is_torchs:
             os.unlink(path)
 
 

@@ -141,18 +141,20 @@ def test_the_line_of_a_failure_names_the_culprit_if_it_is_known(
     assert rig.asked == [False] and rig.noted == []
 
 
-def test_a_rank_that_had_raised_is_named_before_it_has_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, -15])
+def test_a_rank_that_had_raised_is_named_before_it_has_ended(tmp_path: Path, code: int) -> None:
     """Its interpreter takes its time, so that another one, which has lost it, comes first."""
     rig = Rig(tmp_path)
     tails = {0: list(LOST), 1: [*LOST[:2], "ValueError: boom"]}
     rig.pump.tail = lambda rank, *_: tails[rank]
     rig.scene = Scene(0, (), leaving=(1,))
-    ends = (exited(0, 1), exited(1, 1, stopped=True), gone())
+    ends = (exited(0, 1), exited(1, code, stopped=True), gone())
     rig.show(Limits(2), READY, started(0), started(1), *ends)
     told = "rank 1 failed at t.py:1: ValueError: boom"
     line = f"{told} (rank 0 exited with code 1); stopping the other 1 worker, grace 5 s"
     assert line in rig.reasons
     assert rig.noted[-1]["culprit"] == told
+    assert rig.noted[-1]["stopped"][0]["exitcode"] == code
 
 
 def test_the_first_ones_error_file_is_read_once(

@@ -65,6 +65,7 @@ BROKEN = {
     "no length": (b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n", "no such record"),
     "too long": (HEAD % (1 << 30) + bytes(1 << 20), "too long"),
     "no JSON": (HEAD % 5 + b"\xff\xfe123", "is not read"),
+    "nested": (HEAD % 200005 + b'{"x":' + b"[" * 200000, "is not read"),
     "something else": (HEAD % 14 + b'{"entries":[1]', "is not read"),
 }
 

@@ -200,6 +200,25 @@ def test_a_rank_whose_stack_did_not_come_is_not_accused_of_a_crash(
         assert found.culprit.ranks == ranks
 
 
+@pytest.mark.parametrize("is_victim", [True, False])
+def test_what_a_victims_peers_do_is_read_while_they_live(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_victim: bool
+) -> None:
+    """A line of a script under a relative name is found where its process runs."""
+    explained = Explained(monkeypatch, tmp_path, others=False)
+    read: list[int] = []
+
+    def answers() -> tuple[dict[int, RankPlace], dict[int, Dump]]:
+        read.append(1)
+        return {0: inside(61.0)}, {}
+
+    monkeypatch.setattr(explained.watch._recorders, "scene", lambda *_, **__: answers)
+    describe = explained.watch.take_scene(FIRST, False, is_victim)
+    assert bool(read) is is_victim
+    assert describe(0.0) is not None and describe(0.0) is not None
+    assert read == [1]
+
+
 def test_a_scene_in_a_file_system_that_hangs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

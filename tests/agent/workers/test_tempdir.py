@@ -35,6 +35,7 @@ def test_each_run_has_its_own_and_leaves_nothing(
         listener.bind("listener-y")
         monkeypatch.chdir(shared)
     os.mkfifo(left / "pipe")
+    Path(one.path, "torch-dump_tracebackAb3x").write_text("cut sh")
     assert (one.close(), other.close()) == (None, None)
     (cache,) = shared.iterdir()
     assert list(cache.iterdir()) == []
