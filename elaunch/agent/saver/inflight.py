@@ -106,11 +106,15 @@ class Save:
             f"{WRITE_DEADLINE_S:g} s: it hangs"
         )
 
-    def overdue(self, now: float) -> str:
-        """Return the text about ranks whose shards are overdue at ``now``; or ""."""
+    def overdue(self, now: float, own: Iterable[int]) -> str:
+        """Return the text about ranks whose shards are overdue at ``now``; or "".
+
+        The process that commits waits for all; any other, whose ``own`` ranks these are, is sent
+        nothing of the rest.
+        """
         late = [
             rank
-            for rank in self.missing(range(self.world_size))
+            for rank in self.missing(range(self.world_size) if self.commits else own)
             if now - max(self.began, self.reported.get(rank, 0.0)) > SHARD_DEADLINE_S
         ]
         if not late:
@@ -217,7 +221,7 @@ class SavesInFlight:
             if save.done and not save.busy:
                 continue
             stuck = save.stuck(now)
-            self.drop(save, stuck or save.overdue(now))
+            self.drop(save, stuck or save.overdue(now, self._ranks))
             if stuck:
                 self._raise_unreported(rank)
                 raise SaveError(

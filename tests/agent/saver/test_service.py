@@ -368,7 +368,10 @@ def test_what_the_other_node_has_written_needs_no_copy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that commits hears of it all the time, and waits longer than for one that is mute."""
+    """The one that commits hears of it all the time, and waits longer than for one that is mute.
+
+    The one that writes waits for nobody but itself.
+    """
     monkeypatch.setattr(inflight, "SHARD_DEADLINE_S", 2.0)
     monkeypatch.setattr(queue, "REPORT_S", 0.1)
     write = PosixStorage.write_shard
@@ -384,6 +387,7 @@ def test_a_node_that_writes_for_long(agents: list[Agent], monkeypatch: pytest.Mo
         assert worker.begin(True, LONG)
         worker.memory(8)
         worker.staged(shard(10, rank))
+    workers[1].wait(LONG)  # raises what has become of its save
     done = workers[0].wait(LONG)
     assert done is not None and done.step == 10
     for worker in workers:
