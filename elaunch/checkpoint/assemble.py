@@ -220,7 +220,8 @@ def assemble(
         "size": sum(file.size for files in kept.values() for file in files),
         "files": sum(map(len, kept.values())),
     }
-    described = dump(document)
+    keep = read[min(read)].header.keep
+    described = dump(document if keep is None else {**document, "keep": keep})
     total = layout.digest({layout.manifest_name(r): content for r, content in manifests.items()})
     commit = {"schema": layout.SCHEMA, "digest": total, "metadata": layout.checksum(described)}
     listed = {rank: manifest.files for rank, manifest in read.items()}

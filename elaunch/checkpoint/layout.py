@@ -34,8 +34,9 @@ A path in a manifest is relative to the checkpoint's directory and stays inside 
 the SHA-256 of the manifests' bytes, one after the other in the order of their names: what
 ``cat manifest.rank-*.json | sha256sum`` prints in the C locale; COMMIT's ``metadata`` is that of
 ``metadata.json``. Times are seconds since 1970, durations seconds, sizes bytes. A manifest has all
-that a commit needs, so that any process can commit a complete stage from its content alone. Readers
-ignore keys that they do not know and refuse another ``schema``.
+that a commit needs, so that any process can commit a complete stage from its content alone, also
+``keep``, the fields of elaunch.Keep, where the save brings a rule of its own; ``metadata.json`` has
+it, too. Readers ignore keys that they do not know and refuse another ``schema``.
 
 On storage that cannot rename (fsspec URLs) the files are in ``step-00000120.r3.<uuid>/`` for good,
 and COMMIT is put last: a directory without it does not exist for readers. A checkpoint that is to

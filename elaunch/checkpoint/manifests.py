@@ -124,7 +124,7 @@ def encode(stage: Stage, header: ShardHeader, files: Sequence[FileEntry]) -> byt
         "metadata": header.metadata,
         "files": [_described(file) for file in files],
     }
-    return dump(document)
+    return dump(document if header.keep is None else {**document, "keep": header.keep})
 
 
 def dump(document: Mapping[str, Any]) -> bytes:
@@ -152,6 +152,9 @@ def decode(content: bytes, rank: int) -> Manifest:
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{name}: metadata is {shown(metadata)}, no object")
+    keep = document.get("keep")
+    if not isinstance(keep, dict | None):
+        raise CheckpointError(f"{name}: keep is {shown(keep)}, no object")
     if numbers["rank"] != rank:
         raise CheckpointError(f"{name} says it is of rank {numbers['rank']}")
     header = ShardHeader(
@@ -161,6 +164,7 @@ def decode(content: bytes, rank: int) -> Manifest:
         metadata,
         str(words["host"]),
         numbers["pid"],
+        keep=keep,
     )
     stage = Stage(numbers["step"], numbers["round"], str(words["uuid"]))
     return Manifest(stage, header, entries(document, name))

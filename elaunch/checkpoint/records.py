@@ -48,10 +48,16 @@ class Checkpoint:
     uuid: str = ""
 
     @property
+    def name(self) -> str:
+        """Its name, in elaunch's own layout that of ``Committed``, also at a URL."""
+        name = os.path.basename(str(self.path))
+        parsed = layout.parse_stage_name(name)
+        return name if parsed is None else layout.step_name(*parsed[:2])
+
+    @property
     def stage(self) -> str:
         """The name of its stage, if it is one that agents still write; else ""."""
-        name = os.path.basename(str(self.path))
-        return f"{name.removesuffix(f'.{self.uuid}')}.{self.uuid}" if self.uuid else ""
+        return f"{self.name}.{self.uuid}" if self.uuid else ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,9 @@ class ShardHeader:
 
     ``metadata`` is the rank's own user metadata: JSON values under string keys, with
     ``steps_completed``. ``copied``: another node than that rank's writes the shard, and that rank's
-    may write it, too; the manifest leaves out the files' times.
+    may write it, too; the manifest leaves out the files' times. ``keep`` says which checkpoints may
+    go when this one is committed, whichever process does that: the fields of ``Keep``, or None for
+    the rule of the flags (rank 0's counts).
     """
 
     rank: int
@@ -137,6 +145,7 @@ class ShardHeader:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     copied: bool = False
+    keep: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

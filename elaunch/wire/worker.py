@@ -159,9 +159,7 @@ class StagedShard:
         images: the files to be: path below the checkpoint's directory, and where its bytes lie in
             the memory: (offset, size) pairs, in the order of the file.
         extra: further fields of the checkpoint's metadata.json (rank 0's counts).
-        keep: which checkpoints may go when this one is committed: the fields of elaunch.Keep, or
-            None for those of the flags (rank 0's counts).
-        protected: names of checkpoints that stay whatever ``keep`` is: the one resumed from.
+        protected: names of checkpoints that stay whatever the rule is: the one resumed from.
         local: every node has a directory of its own (--checkpoint-local).
         loads: the script loads the latest by a call of all ranks, which takes it from memory.
     """
@@ -170,7 +168,6 @@ class StagedShard:
     header: ShardHeader
     images: Files
     extra: Mapping[str, Any] = field(default_factory=dict)
-    keep: Mapping[str, Any] | None = None
     protected: tuple[str, ...] = ()
     local: bool = False
     loads: bool = False
@@ -196,7 +193,6 @@ def shard_from_json(fields: Mapping[str, Any]) -> StagedShard:
             header=ShardHeader(**fields["header"]),
             images=files_from_json(fields["images"]),
             extra=dict(fields["extra"]),
-            keep=None if fields["keep"] is None else dict(fields["keep"]),
             protected=tuple(str(name) for name in fields["protected"]),
             local=fields["local"] is True,
             loads=fields.get("loads") is True,

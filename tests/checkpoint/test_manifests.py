@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ FILES = (FileEntry("a", 0, "sha256:00", 5), FileEntry("sub/ü", 7, "sha256:11"))
 HEADER = ShardHeader(1, 2, "digits", {"steps_completed": 120, "x": {"y": [1, None]}}, "here", 7)
 
 
-def test_there_and_back() -> None:
-    read = decode(encode_checked(STAGE, HEADER, FILES), 1)
-    assert (read.stage, read.header, read.files) == (STAGE, HEADER, FILES)
+@pytest.mark.parametrize("keep", [None, {"last": 2}])
+def test_there_and_back(keep: dict[str, Any] | None) -> None:
+    header = replace(HEADER, keep=keep)
+    read = decode(encode_checked(STAGE, header, FILES), 1)
+    assert (read.stage, read.header, read.files) == (STAGE, header, FILES)
 
 
 def test_a_part_says_which_process_writes_it() -> None:
@@ -47,6 +50,7 @@ def test_a_rank_outside_its_world() -> None:
         ({"run_id": 5}, "run_id is 5, not a string"),
         ({"uuid": "../x"}, "letters, digits"),
         ({"metadata": []}, "metadata is"),
+        ({"keep": 2}, "keep is 2, no object"),
         ({"files": {}}, "has no list of files"),
         ({"files": [{"path": "/x"}]}, "outside the checkpoint"),
         ({"files": [{"path": "x", "checksum": "md5:0"}]}, "unknown checksum 'md5:0'"),

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 import elaunch
-from elaunch.checkpoint.records import Keep
+from elaunch.checkpoint.records import Checkpoint, Keep
+
+
+@pytest.mark.parametrize("uuid", ["", "f00"])
+@pytest.mark.parametrize("at", ["/ck/step-00000010.r3", "s3://b/ck/step-00000010.r3.f00"])
+def test_the_name_is_the_same_on_every_storage(at: str, uuid: str) -> None:
+    """Retention, pins and saves in flight go by it."""
+    found = Checkpoint(at, 10, "elaunch", 3, uuid)
+    assert found.name == "step-00000010.r3"
+    assert found.stage == ("step-00000010.r3.f00" if uuid else "")
+    assert Checkpoint("/ck/step_10.pt", 10, "torch.save").name == "step_10.pt"
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,16 @@ from elaunch.wire.worker import StagedShard
 SHARD = StagedShard(
     stage=Stage(10, 3, "f00"),
     header=ShardHeader(
-        1, 2, "digits", {"steps_completed": 10, "deep": {"a": [1, None]}}, "host", 7
+        1,
+        2,
+        "digits",
+        {"steps_completed": 10, "deep": {"a": [1, None]}},
+        "host",
+        7,
+        keep={"last": 2, "every": None, "best": None, "mode": "min"},
     ),
     images=(("__1_0.distcp", ((0, 100), (200, 24))), ("empty", ())),
     extra={"metrics": {"loss": 0.5}},
-    keep={"last": 2, "every": None, "best": None, "mode": "min"},
     protected=("step-00000005.r0",),
 )
 

@@ -7,7 +7,6 @@ the workers' links, the hang watch, the saver, the run's record and the event lo
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 
 from msgspec import Struct
@@ -62,7 +61,7 @@ class Round(Struct, frozen=True, dict=True):
     @property
     def resumed(self) -> str:
         """The name of the checkpoint that it resumes from, or ""."""
-        return "" if self.checkpoint is None else os.path.basename(str(self.checkpoint.path))
+        return "" if self.checkpoint is None else self.checkpoint.name
 
     def resumes(self, stage: Stage) -> bool:
         """Whether it resumes from that save, out of the agents' memory."""

@@ -4,6 +4,8 @@
 2. Stages of dead rounds are committed, where all ranks had written their manifests, or cleared.
 3. Checkpoints of this run that are damaged are put into quarantine, so that they are neither read
    nor counted again.
+4. Once the checkpoint is chosen, what may go by the rule of the newest that was committed in 2 is
+   removed. No round waits for that.
 
 Only directories that elaunch writes into (``run.json`` is there) are touched. One object serves
 both the search and the saver, so that the lock is taken once.
@@ -26,11 +28,13 @@ from elaunch.errors import CheckpointError, SaveError, UsageError
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.ownership import Origin
-    from elaunch.checkpoint.records import PassedOver
+    from elaunch.checkpoint.records import Committed, PassedOver
     from elaunch.checkpoint.storage.storage import Storage, StorageLock
 
 CLOSE_S: Final = 2.0
 """Seconds at the end for the storage to take the lock back; the process's end gives it back too."""
+REMOVE_S: Final = 10.0
+"""Seconds at the end for retention to end; what it has renamed by then the next job deletes."""
 LOCK_S: Final = 15.0
 """Seconds for an earlier job of this run id, which is about to end, to give the directory back."""
 LOOK_S: Final = 0.1
@@ -67,6 +71,8 @@ class DirectoryFinisher:
         self._origins: dict[str, Origin] = {}
         self._tidied: dict[str, int] = {}
         self._doubted: set[str] | None = None
+        self._committed: tuple[Storage, Committed] | None = None
+        self._removing = threading.Lock()
 
     def enter(self, job: str) -> None:
         """Note that a round of ``job`` begins here: others may know the lock by that id."""
@@ -109,9 +115,11 @@ class DirectoryFinisher:
             return True
 
     def close(self) -> None:
-        """Give the lock back, if the storage answers within CLOSE_S."""
+        """Give the lock back, if the storage answers within CLOSE_S; before it retention ends."""
         from elaunch.checkpoint.storage import atonce
 
+        if not self._removing.acquire(timeout=REMOVE_S):
+            log.warning("retention is not done after %g s: what may go is left", REMOVE_S)
         if not atonce.within(CLOSE_S, self._unlock, "unlock"):
             log.warning("the checkpoint directory's storage hangs: its lock goes with this process")
 
@@ -176,7 +184,34 @@ class DirectoryFinisher:
         held = {*self.held, self.resumed}
         for done in storage.finish_stages(run_id, self.unfinished(), after, alone, held):
             log.warning("%s was complete and is committed now: its writer had died", done.name)
+            self._committed = storage, done
         storage.clear_trash()
+
+    def retire(self, resumed: str) -> None:
+        """Apply retention to what was committed here since the last call, in a thread.
+
+        ``resumed`` is the name of the checkpoint that was chosen, or "": it stays.
+        """
+        committed = self._committed
+        if committed is None or not self._removing.acquire(blocking=False):
+            return
+        self._committed = None
+        from elaunch.checkpoint.storage import atonce
+
+        atonce.start("retention", self._retire, *committed, resumed)
+
+    def _retire(self, storage: Storage, done: Committed, resumed: str) -> None:
+        from elaunch.checkpoint.records import Keep
+        from elaunch.checkpoint.retention import Retiring
+
+        try:
+            given = done.document.get("keep")
+            rule = self._settings.checkpoint_keep if given is None else Keep(**given)
+            Retiring(storage, rule).apply(None, {done.name, resumed})
+        except (TypeError, ValueError) as error:
+            log.warning("%s names no rule of what may go (%s): nothing does", done.name, error)
+        finally:
+            self._removing.release()
 
     def doubted(self, root: Path) -> set[str] | None:
         """Return the names of the checkpoints that nobody has read for this job yet; None: of all.

@@ -60,6 +60,8 @@ def look(
                 _point_to(search)
             if settings.require_resume and search.checkpoint is None:
                 problem = _lost(settings, search)
+        chosen = search.checkpoint
+        finisher.retire("" if chosen is None else chosen.name)
     except ElaunchError as error:
         search, problem = SearchOutcome(None), str(error)
         exit_code = error.exit_code

@@ -269,4 +269,5 @@ def _report_of(
 
 
 def _rule_of(shard: StagedShard) -> Keep | None:
-    return None if shard.keep is None else Keep(**shard.keep)
+    keep = shard.header.keep
+    return None if keep is None else Keep(**keep)

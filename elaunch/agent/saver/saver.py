@@ -85,6 +85,7 @@ class AgentSaver:
         self.finisher.resumed = "" if round_.checkpoint is None else round_.checkpoint.stage
         if round_.plan is not None:
             self.finisher.enter(round_.plan.job)
+        self.finisher.retire(round_.resumed)
         with self._lock:
             self._round = round_
             self._lived.add(round_.round)

@@ -98,8 +98,8 @@ class SaverService:
         for connection in old:
             connection.close()
         found = round_.checkpoint
-        adopted, resumed = ("", "") if found is None else (found.uuid, os.path.basename(found.path))
-        self.queue.end_round(adopted, resumed)
+        adopted = "" if found is None else found.uuid
+        self.queue.end_round(adopted, round_.resumed)
         self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"
@@ -209,6 +209,9 @@ class SaverService:
         if connection.rank == 0 or alone:
             self._setup.finisher.lock(self._storage)
             self._setup.finisher.tidy(self._storage)
+            self._setup.finisher.retire(
+                "" if self.rules.round is None else self.rules.round.resumed
+            )
 
     def left(self, connection: ServedWorker) -> None:
         """Note that a worker's connection has ended."""

@@ -27,6 +27,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from elaunch import __version__, text
@@ -196,7 +197,8 @@ def commit_alone(call: CallContext, stage: Stage, extra: Mapping[str, Any]) -> C
 def header_of(call: CallContext, request: SaveRequest, writers: int | None = None) -> ShardHeader:
     """Return the header of this rank's manifest; ``writers``: how many ranks have a shard."""
     world_size = call.distributed.size if writers is None else writers
-    return ShardHeader(call.rank, world_size, call.run_id, dict(request.metadata))
+    keep = None if request.keep is None else asdict(request.keep)
+    return ShardHeader(call.rank, world_size, call.run_id, dict(request.metadata), keep=keep)
 
 
 def called(request: SaveRequest, stage: Stage) -> str:

@@ -487,7 +487,6 @@ def _copied(
         collective.header_of(call, request),
         tuple(files),
         document,
-        None if request.keep is None else dataclasses.asdict(request.keep),
         tuple(call.known.protected()),
         call.local,
         call.known.loads,

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -16,9 +17,10 @@ from msgspec import structs
 from elaunch.agent.resume import directory, latest
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import DirectoryProbe
-from elaunch.checkpoint import layout
-from elaunch.checkpoint.records import Image, PassedOver, ShardHeader, Stage
-from elaunch.checkpoint.storage.storage import Storage, open_storage
+from elaunch.checkpoint import layout, shelves
+from elaunch.checkpoint.records import Image, Keep, PassedOver, ShardHeader, Stage
+from elaunch.checkpoint.storage.posix import PosixStorage
+from elaunch.checkpoint.storage.storage import Committed, Storage, open_storage
 from elaunch.config import Settings, resolve
 from elaunch.errors import SaveError
 from elaunch.rendezvous.decide.view import Search
@@ -43,11 +45,17 @@ def storage(settings: Settings) -> Storage:
     return made
 
 
-def staged(storage: Storage, step: int, ranks: int = 2, run_id: str = "digits") -> Stage:
+def staged(
+    storage: Storage,
+    step: int,
+    ranks: int = 2,
+    run_id: str = "digits",
+    keep: dict[str, Any] | None = None,
+) -> Stage:
     """Leave a stage with the parts of the first ``ranks`` of two."""
     stage = Stage(step, 0, f"u{step}")
     for rank in range(ranks):
-        part = ShardHeader(rank, 2, run_id, {"steps_completed": step})
+        part = ShardHeader(rank, 2, run_id, {"steps_completed": step}, keep=keep)
         storage.write_shard(stage, part, [Image(f"part-{rank}", [b"%04d" % step])])
     return stage
 
@@ -69,6 +77,85 @@ def test_what_was_complete_is_committed_and_chosen(settings: Settings, storage: 
     assert chosen(settings, finisher) == "step-00000020.r0"
     assert os.listdir(Path(storage.place) / ".stage") == []
     finisher.close()
+
+
+def held_names(storage: Storage) -> list[str]:
+    """Return the names of the checkpoints that are there."""
+    return [found.name for found in storage.listed()]
+
+
+@pytest.mark.parametrize("by", ["call", "flag"])
+def test_what_is_committed_for_the_dead_is_kept_by_rule(
+    settings: Settings, storage: Storage, by: str
+) -> None:
+    """By that of the save itself, else by the flags'; a pinned one stays."""
+    for step in (10, 20, 30):
+        storage.commit(staged(storage, step), lambda: None)
+    shelves.pin(storage.place, "step-00000010.r0")
+    flags = Keep(last=1) if by == "call" else Keep(last=2)
+    staged(storage, 40, keep={"last": 2} if by == "call" else None)
+    finisher = DirectoryFinisher(structs.replace(settings, checkpoint_keep=flags))
+    assert chosen(settings, finisher) == "step-00000040.r0"
+    finisher.close()
+    kept = ["step-00000010.r0", "step-00000030.r0", "step-00000040.r0"]
+    assert held_names(storage) == kept
+    staged(storage, 50, keep={"last": "x"} if by == "call" else None)
+    finisher = DirectoryFinisher(structs.replace(settings, checkpoint_keep=Keep()))
+    assert chosen(settings, finisher) == "step-00000050.r0"
+    finisher.close()
+    assert held_names(storage) == [*kept, "step-00000050.r0"]  # no rule, or none that is one
+
+
+def test_what_is_committed_at_a_url_is_kept_by_rule(settings: Settings) -> None:
+    """The names there have a uuid, which pins and rules do not know."""
+    storage = open_storage(f"memory://{os.getpid()}-rule/ck")
+    storage.prepare("digits", given=True)
+    for step in (10, 20):
+        storage.commit(staged(storage, step), lambda: None)
+    shelves.pin(storage.place, "step-00000010.r0")
+    staged(storage, 30, keep={"last": 1})
+    at_url = structs.replace(settings, checkpoint_dir=storage.place)
+    finisher = DirectoryFinisher(at_url)
+    assert chosen(at_url, finisher) == "step-00000030.r0.u30"
+    finisher.close()
+    assert held_names(storage) == ["step-00000010.r0", "step-00000030.r0"]
+
+
+def test_what_the_round_resumes_from_stays(settings: Settings, storage: Storage) -> None:
+    """Newer ones that cannot be read just now count, and are not resumed from."""
+    for step in (10, 20, 40):
+        storage.commit(staged(storage, step), lambda: None)
+    staged(storage, 30, keep={"last": 1})
+    (Path(storage.place) / "step-00000040.r0" / "part-1").write_bytes(b"bits")
+    finisher = DirectoryFinisher(settings)
+    finisher.finish(Path(storage.place), None)
+    finisher.retire("step-00000010.r0")
+    finisher.close()
+    assert held_names(storage) == ["step-00000010.r0", "step-00000030.r0", "step-00000040.r0"]
+
+
+def test_no_round_waits_for_what_is_removed(
+    settings: Settings, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next search does not, either; the end of the job does."""
+    goes, asked, real = threading.Event(), threading.Semaphore(0), PosixStorage.remove
+
+    def slow(disk: PosixStorage, found: Committed) -> None:
+        asked.release()
+        assert goes.wait(60)
+        real(disk, found)
+
+    monkeypatch.setattr(PosixStorage, "remove", slow)
+    storage.commit(staged(storage, 10), lambda: None)
+    finisher = DirectoryFinisher(structs.replace(settings, checkpoint_keep=Keep(last=1)))
+    staged(storage, 20)
+    assert chosen(settings, finisher) == "step-00000020.r0"
+    assert asked.acquire(timeout=60)
+    staged(storage, 30)
+    assert chosen(settings, finisher) == "step-00000030.r0"
+    threading.Timer(0.1, goes.set).start()
+    finisher.close()
+    assert held_names(storage) == ["step-00000020.r0", "step-00000030.r0"]
 
 
 def test_what_this_agent_still_writes_is_left_alone(settings: Settings, storage: Storage) -> None:

@@ -27,7 +27,7 @@ from elaunch.agent.saver import service
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.checkpoint.records import Image, ShardHeader, Stage
+from elaunch.checkpoint.records import Checkpoint, Image, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.config import resolve
 from elaunch.errors import SaveError
@@ -152,6 +152,21 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
     made.close()
+
+
+def test_what_a_search_has_committed_is_kept_by_rule(rig: Rig) -> None:
+    """Where each node has a directory, what the round resumes from is known at its begin."""
+    for step in (10, 20, 30):
+        header = ShardHeader(0, 1, "digits", {"steps_completed": step}, keep={"last": 1})
+        stage = Stage(step, 0, f"u{step}")
+        rig.storage.write_shard(stage, header, [Image("part-0", [b"bytes"])])
+        if step < 30:
+            rig.storage.commit(stage, lambda: None)
+    rig.finisher.finish(rig.place, "digits")
+    assert rig.names == ["step-00000010.r0", "step-00000020.r0", "step-00000030.r0"]
+    found = Checkpoint(rig.place / "step-00000010.r0", 10, "elaunch", 0)
+    rig.saver.begin(Round(1, 2, checkpoint=found))
+    wait_until(lambda: rig.names == ["step-00000010.r0", "step-00000030.r0"], LONG)
 
 
 def shard(step: int, rank: int, number: int = 0, size: int = 8) -> StagedShard:

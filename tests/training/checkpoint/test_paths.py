@@ -355,10 +355,11 @@ ctx.distributed.barrier()
 store(60, keep=Keep(last=2))
 ctx.distributed.barrier()
 say(json.dumps([first, second, [each.step for each in ck.list()],
-    tried(lambda: store(70, keep="all"))]))
+    tried(lambda: store(70, keep="all")), ck.list()[-1].document["keep"]["last"]]))
 """
     env = {"ELAUNCH_CHECKPOINT_KEEP": json.dumps({"last": 2, "best": "loss", "mode": "min"})}
     ended = start(script, 2, env=env).said()
     assert ended[0] == ended[1]
     assert ended[0][:3] == [[20, 30, 40], [20, 50], [50, 60]]
     assert ended[0][3].startswith("ContextError: keep='all': give an elaunch.Keep")
+    assert ended[0][4] == 2  # for a process that commits it in the place of one that has died
