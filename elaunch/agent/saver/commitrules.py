@@ -185,10 +185,10 @@ class CommitRules:
         """Send the manifest of a written shard; SaveError for a node that cannot be reached.
 
         At the end of a round that is no error: the shard is on the disk, and the search for the
-        next checkpoint finds it there.
+        next checkpoint finds it there; a round that goes on with the save is sent it once more.
         """
-        report = _report_of(shard, "written", manifest=manifest.decode("latin-1"))
-        self._to_each(shard, lambda node: self._send_written(node, report))
+        report, now = _report_of(shard, "written", manifest=manifest.decode("latin-1")), self.round
+        self._to_each(shard, lambda node: self._send_written(node, report, now))
 
     def _to_each(self, shard: StagedShard, send: Callable[[int], None]) -> None:
         """Send to each node that commits; then raise the SaveError of the first that failed."""
@@ -201,14 +201,14 @@ class CommitRules:
         if failed:
             raise failed[0]
 
-    def _send_written(self, node_rank: int, report: ShardReport) -> None:
+    def _send_written(self, node_rank: int, report: ShardReport, now: Round | None) -> None:
         peers, until = self._setup.peers, time.monotonic() + PEER_S
         while peers is not None:
             try:
                 peers.report(node_rank, report, TRY_S)
                 return
             except SaveError as error:
-                if self.ending:
+                if self.ending or self.round is not now:
                     name = report.stage.name
                     log.debug("node %d lacks a manifest of %s: %s", node_rank, name, error)
                     return

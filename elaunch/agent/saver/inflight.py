@@ -56,6 +56,7 @@ class Save:
         committing: whether the commit runs.
         adopting: whether it has yet to write other nodes' manifests into the stage.
         committed: the checkpoint that it has become.
+        retiring: whether retention, which follows the commit, removes what may go.
         problem: why it comes to nothing.
         done: whether nothing more is expected of it here; threads may still write.
         stays: whether its stage is left to the process that chooses the next checkpoint.
@@ -73,6 +74,7 @@ class Save:
     committing: bool = False
     adopting: bool = False
     committed: Committed | None = None
+    retiring: bool = False
     problem: str = ""
     done: bool = False
     stays: bool = False

@@ -202,6 +202,14 @@ class SaveQueue:
         done = tuple(save.committed for save in open_ if save.committed is not None)
         return Settled(done, tuple(f"{s.stage.final}: {s.problem}" for s in open_ if s.problem))
 
+    def close(self, until: float) -> None:
+        """Wait until the saves in flight are over, and what may go is removed."""
+        self.settle(until, patient=True)
+        saves = self._saves.by_stage.values()
+        with self._changed:
+            left = max(0.0, until - time.monotonic())
+            self._changed.wait_for(lambda: not any(save.retiring for save in saves), left)
+
     def end_round(self, adopted: str = "", resumed: str = "") -> None:
         """Forget the round's ranks, and its saves that are still open.
 
@@ -243,17 +251,19 @@ class SaveQueue:
             save = self._saves.by_stage.get(stage.name)
             return save is not None and not save.problem and self._saves.is_idle(rank)
 
-    def is_busy(self, uuids: Collection[str]) -> bool:
-        """Whether threads of this process work on one of these saves."""
+    def is_writing(self, uuids: Collection[str]) -> bool:
+        """Whether this process still writes shards of one of these saves.
+
+        A commit does not count: it may wait for the choice that waits for the shards.
+        """
         with self._changed:
-            return any(
-                save.busy for save in self._saves.by_stage.values() if save.stage.uuid in uuids
-            )
+            saves = self._saves.by_stage.values()
+            return any(save.writing for save in saves if save.stage.uuid in uuids)
 
     def await_rest(self, uuids: Collection[str]) -> None:
-        """Wait until no thread does, however long that is."""
+        """Wait until it does not, however long that is."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_busy(uuids))
+            self._changed.wait_for(lambda: not self.is_writing(uuids))
 
     def is_open(self, stage: Stage) -> bool:
         """Whether something is still expected of a save."""
@@ -294,18 +304,20 @@ class SaveQueue:
                     manifest = self._write_shard(shard, memory, pace)
                 finally:
                     self._rules.released(shard)
+                with self._changed:  # before it is sent: a round may begin meanwhile
+                    save.manifests[rank] = manifest
                 self._rules.written(shard, manifest)
             except Exception as error:  # whatever it is: the save fails, the job goes on
                 problem = error_text(error)
         with self._changed:
             del save.writing[rank]
-            if not problem:
-                save.manifests[rank] = manifest
-            elif shard.header.copied:
+            if problem:
+                save.manifests.pop(rank, None)
+            if problem and shard.header.copied:
                 del save.shards[rank]
                 name = save.stage.final
                 log.warning("%s: the copy of rank %d's shard: %s", name, rank, problem)
-            else:
+            elif problem:
                 self._saves.drop(save, f"rank {rank}: {problem}")
             commits = self._saves.take_commit(save)
             save.done = save.done or not (save.commits or save.busy or self._awaited(save))
@@ -374,12 +386,18 @@ class SaveQueue:
         with self._changed:
             save.committing = save.adopting = False
             if done is not None:
+                save.retiring = True
                 self._saves.note_commit(save, done)
             self._saves.drop(save, problem)
             self._changed.notify_all()
         if done is not None:
             self.on_over(save.stage)
-            self._rules.committed(first, done)
+            try:
+                self._rules.committed(first, done)
+            finally:
+                with self._changed:
+                    save.retiring = False
+                    self._changed.notify_all()
         else:
             self._clear(save)
 

@@ -98,7 +98,7 @@ class Replicas:
     def await_room(self, rank: int) -> None:
         """Wait, for ROOM_S at most, until no replica of ``rank`` is on its way to the disk."""
         until = time.monotonic() + ROOM_S
-        while self._is_busy(rank) and time.monotonic() < until:
+        while self._is_writing(rank) and time.monotonic() < until:
             with self._changed:
                 self._changed.wait(LOOK_S)
 
@@ -118,7 +118,7 @@ class Replicas:
         with self._changed:
             self._changed.wait_for(lambda: not self._writing, max(0.0, until - time.monotonic()))
 
-    def _is_busy(self, rank: int) -> bool:
+    def _is_writing(self, rank: int) -> bool:
         with self._changed:
             waiting = [one for one in self._waiting if one[0].header.rank == rank]
         for replica in waiting:

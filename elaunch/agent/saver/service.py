@@ -170,14 +170,14 @@ class SaverService:
                 uuid=stage.uuid,
                 world_size=shards[0].header.world_size,
                 ranks=tuple(sorted({shard.header.rank for shard in shards})),
-                writing=self.queue.is_busy([stage.uuid]),
+                writing=self.queue.is_writing([stage.uuid]),
             )
             for stage, shards in saves.items()
         )
 
     def close(self, until: float) -> None:
         """End; saves that only lack shards of other nodes wait for them until ``until``."""
-        self.queue.settle(until, patient=True)
+        self.queue.close(until)
         self._replicas.settle(until)
         with self._changed:
             connections = list(self._connections.values())

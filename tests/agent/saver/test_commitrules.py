@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver import commitrules
@@ -41,6 +42,24 @@ def sent_by(directory: Path, send: Callable[[CommitRules], None]) -> tuple[list[
     with pytest.raises(SaveError, match="host1 is gone") as raised:
         send(rules)
     return reached, raised.value
+
+
+def test_a_round_that_begins_while_the_node_that_committed_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is not given up for that: its manifests are sent to the node that commits now."""
+    monkeypatch.setattr(commitrules, "PEER_S", 0.0)
+
+    def gone(*_: Any) -> None:
+        rules.ending = True
+        rules.begin(Round(1, 1, plan=structs.replace(PLAN, round=1, nodes=NODES[2:]), name="n3"))
+        raise SaveError("the agent of node host0 is gone")
+
+    settings = SimpleNamespace(checkpoint_keep=None)
+    setup: Any = SimpleNamespace(peers=SimpleNamespace(report=gone), settings=settings)
+    rules = CommitRules(setup, open_storage(tmp_path), lambda _: None, lambda _: False)
+    rules.round = Round(0, 1, plan=PLAN, name="n3")
+    rules.written(SHARD, b"{}")
 
 
 def test_an_agent_that_is_gone_keeps_no_message_from_the_others(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,8 @@ class Rules:
     room: bool = False
     calls: list[tuple[str, int]] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
+    on_written: Callable[[], object] = lambda: None
+    on_committed: Callable[[], object] = lambda: None
 
     def own_ranks(self) -> frozenset[int]:
         return self.ranks
@@ -67,6 +70,7 @@ class Rules:
 
     def written(self, shard: StagedShard, _: bytes) -> None:
         self.calls.append(("written", shard.header.rank))
+        self.on_written()
 
     def failed(self, shard: StagedShard, _: str) -> None:
         self.calls.append(("failed", shard.header.rank))
@@ -75,6 +79,7 @@ class Rules:
         self.calls.append(("writing", shard.header.rank))
 
     def committed(self, _: StagedShard, done: Committed) -> None:
+        self.on_committed()
         self.done.append(done.name)
 
     def make_room(self, _: StagedShard) -> bool:
@@ -648,3 +653,37 @@ def test_a_save_is_written_where_no_thread_can_be_started(
     assert rig.saved(10)
     assert rig.saved(20)
     assert rig.names == ["step-00000010.r0", "step-00000020.r0"]
+
+
+def test_a_round_that_begins_while_a_manifest_is_sent(rig: Rig) -> None:
+    """It went to the node that committed before: the one that does now is sent it, too."""
+    rig.rules.chief = False
+    again = partial(rig.queue.send_manifests, "u")
+
+    def begin() -> None:
+        rig.rules.on_written = lambda: None
+        rig.queue.end_round("u")
+        again()
+
+    rig.rules.on_written = begin
+    assert rig.begin(0)
+    rig.stage(10, 0)
+    wait_until(lambda: not rig.queue.unfinished(), LONG)
+    assert rig.rules.calls.count(("written", 0)) == 2
+
+
+def test_the_end_of_the_job_waits_for_what_is_removed(rig: Rig) -> None:
+    """The ranks do not: their save is on the disk."""
+    goes, closed = threading.Event(), threading.Event()
+    rig.rules.on_committed = lambda: goes.wait(LONG)
+    assert rig.saved(10) is not None
+
+    def close() -> None:
+        rig.queue.close(time.monotonic() + LONG)
+        assert rig.rules.done == ["step-00000010.r0"]
+        closed.set()
+
+    threading.Thread(target=close, daemon=True).start()
+    assert not closed.wait(0.2)
+    goes.set()
+    assert closed.wait(LONG)

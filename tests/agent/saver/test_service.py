@@ -703,6 +703,24 @@ def test_a_save_that_is_ready_before_the_choice_waits_for_it(
     wait_until(lambda: names(agents) == ["step-00000010.r0"], LONG)
 
 
+def test_the_choice_does_not_wait_for_a_commit_that_waits_for_it(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost whose shard is on the disk: the search commits what the living one has."""
+    opened = hold_writes(monkeypatch, {0})
+    left_in_memory(agents)
+    living = agents[0]
+    assert living._settled()[-1].held[0].writing
+    agents[1].gone = True
+    opened.set()
+    wait_until(lambda: len(living._settled()) > 1, 20)  # no round begins before it is posted
+    (held,) = living._settled()[-1].held
+    assert not held.writing
+    living.finisher.held = frozenset(["step-00000010.r0.u10"])
+    living.finisher.finish(Path(living.place), "digits")
+    assert names(agents) == ["step-00000010.r0"]
+
+
 @pytest.mark.parametrize("name", ["bb", "zz"])
 def test_the_node_that_commits_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
