@@ -66,6 +66,19 @@ class Retiring:
         with self._lock:
             return self._removed(self._rule if keep is None else keep, protected, math.inf)
 
+    def follow(self, done: Committed, resumed: str = "") -> list[str]:
+        """Do the same for a save that another process began, by the rule that it brings.
+
+        ``resumed`` is the name of the checkpoint that was chosen to be resumed from, or "".
+        """
+        given = done.document.get("keep")
+        try:
+            rule = None if given is None else Keep(**given)
+        except (TypeError, ValueError) as error:
+            log.warning("%s names no rule of what may go (%s): nothing does", done.name, error)
+            return []
+        return self.apply(rule, {done.name, resumed})
+
     def make_room(self, keep: Keep | None, needed: int, protected: Collection[str]) -> list[str]:
         """Remove what may go once another one is committed, until there is room for it.
 

@@ -201,15 +201,10 @@ class DirectoryFinisher:
         atonce.start("retention", self._retire, *committed, resumed)
 
     def _retire(self, storage: Storage, done: Committed, resumed: str) -> None:
-        from elaunch.checkpoint.records import Keep
         from elaunch.checkpoint.retention import Retiring
 
         try:
-            given = done.document.get("keep")
-            rule = self._settings.checkpoint_keep if given is None else Keep(**given)
-            Retiring(storage, rule).apply(None, {done.name, resumed})
-        except (TypeError, ValueError) as error:
-            log.warning("%s names no rule of what may go (%s): nothing does", done.name, error)
+            Retiring(storage, self._settings.checkpoint_keep).follow(done, resumed)
         finally:
             self._removing.release()
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -165,8 +166,12 @@ def finish(storage: Storage, run_id: str, given: bool) -> None:
 
 
 def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
-    for found in storage.finish_stages(run_id if given else None):
+    done = storage.finish_stages(run_id if given else None)
+    for found in done:
         log.info("%s was complete, but its writer had died: committed now", found.name)
+    newest = next(storage.newest_first(), None) if done else None
+    if done and newest == done[-1]:  # else it is not known yet what is resumed from
+        retention.Retiring(storage, keep_of(os.environ)).follow(done[-1])
 
 
 def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:

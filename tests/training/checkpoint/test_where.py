@@ -118,6 +118,28 @@ def test_an_agents_stages_are_the_agents(tmp_path: Path) -> None:
     assert stages(tmp_path) == [stage.name]
 
 
+def test_what_is_committed_for_the_dead_is_kept_by_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an agent, too; nothing goes where an older one than the newest is committed."""
+    storage = open_storage(tmp_path)
+    storage.prepare("digits", given=True)
+
+    def stage(step: int) -> Stage:
+        made = Stage(step, 0, f"u{step}")
+        part = ShardHeader(0, 1, "digits", {"steps_completed": step}, keep={"last": 2})
+        storage.write_shard(made, part, [Image("x", [b"x"])])
+        return made
+
+    monkeypatch.setenv("ELAUNCH_CHECKPOINT_KEEP", '{"last": 1}')
+    for step in (10, 20, 40):
+        storage.commit(stage(step), lambda: None)
+    for step, kept in ((30, [10, 20, 30, 40]), (50, [40, 50])):
+        stage(step)
+        where.finish(storage, "digits", given=True)
+        assert [found.step for found in storage.listed()] == kept
+
+
 def test_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that was killed a moment ago may have it still; another job's is not given back."""
     monkeypatch.setattr(where, "LOCK_AGAIN_S", 0.0)
