@@ -37,6 +37,7 @@ from elaunch.server.processes import Sweep
 from elaunch.server.stores import Stores
 from elaunch.server.timers import Timers, worker_above
 from elaunch.server.worker import Job
+from elaunch.wire import recorder
 from elaunch.wire.local import LocalChannel, Message, close_files, is_readable
 
 MAX_FILES = 2
@@ -223,6 +224,7 @@ class Server:
         processes.set_title(f"elaunch: server of {message['run_id']}")
         if problem is None and self._fork_start and message["preload"]:
             self._stores.start()
+        recorder.prepare()
         gc.freeze()  # what is imported is never collected, so its pages stay shared with workers
         processes.outlive_parent()
         self._send({"op": "ready", "problem": problem, "unforkable": found.unforkable})

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import resource
@@ -201,6 +202,12 @@ def _text(memory: int, pointer: int) -> bytes:
     raise ValueError("no variable is that long")
 
 
+@functools.cache  # the same in each fork
+def _arguments() -> tuple[int, int]:
+    _, fields = proc.stat("/proc/self") or ("", [])
+    return int(fields[_ARG_START]), int(fields[_ARG_END])
+
+
 def set_title(title: str) -> None:
     """Have ``ps`` show ``title`` for this process, cut to the room there is.
 
@@ -210,8 +217,7 @@ def set_title(title: str) -> None:
     process' short name (comm) stays as it is.
     """
     try:
-        _, fields = proc.stat("/proc/self") or ("", [])
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        start, end = _arguments()
         text = os.fsencode(title)[: max(0, end - start - 2)] + b"\0"
         # By way of the file: an address that is not what it seems to be gives an error, no crash.
         with open("/proc/self/mem", "r+b", buffering=0) as memory:

@@ -127,10 +127,10 @@ def _open_streams_again() -> None:
 def _debug_when_asked() -> None:
     """Have ``elaunch debug`` find its debugger here."""
     if path := os.environ.get(env.AGENT_SOCKET):
-        signal.signal(env.DEBUG_SIGNAL, partial(_debug, Path(path).parent))
+        signal.signal(env.DEBUG_SIGNAL, partial(_debug, path))
 
 
-def _debug(directory: Path, signum: int, frame: FrameType | None) -> None:
+def _debug(agent_socket: str, signum: int, frame: FrameType | None) -> None:
     """Look for a command; once more where another signal has come meanwhile."""
     if frame is None:
         return
@@ -142,7 +142,7 @@ def _debug(directory: Path, signum: int, frame: FrameType | None) -> None:
 
         while _asked:
             del _asked[1:]
-            debugger.attach(directory, frame)
+            debugger.attach(Path(agent_socket).parent, frame)
             del _asked[0]
     finally:
         _asked.clear()

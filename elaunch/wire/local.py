@@ -415,13 +415,14 @@ def listen(path: Path, backlog: int) -> socket.socket:
 
 
 @contextmanager
-def short_address(path: Path) -> Iterator[str]:
+def short_address(path: str | Path) -> Iterator[str]:
     """Give an address of the socket ``path`` that is short enough while the block runs."""
     if len(os.fsencode(path)) <= MAX_ADDRESS:
-        yield str(path)
+        yield os.fspath(path)
         return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent, name = os.path.split(path)
+    directory = os.open(parent or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
+        yield f"/proc/self/fd/{directory}/{name}"
     finally:
         os.close(directory)

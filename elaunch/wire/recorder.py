@@ -29,6 +29,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -56,16 +57,31 @@ _OTHER_TORCH: Final = (LookupError, TypeError, ValueError)
 _LAST_ANSWERS_S: Final = 0.5
 """Seconds that the interpreter's end waits for questions that are being answered."""
 _C10D: Final = "torch.distributed.distributed_c10d"
+_GROUPS: Final = ".groups"
+_APPENDED: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_BINDING: Final = "torch._C._distributed_c10d"
+_KEEP: Final = ctypes.pythonapi.Py_IncRef  # looked up once, and not by each worker anew
 
 
 def socket_path(run_dir: Path, round_number: int, local_rank: int) -> Path:
     """Return where a worker answers; it may be longer than an address can be."""
-    return run_dir / f"recorder-{round_number}-{local_rank}.sock"
+    return run_dir / _socket_name(round_number, local_rank)
+
+
+def _socket_name(round_number: int, local_rank: int) -> str:
+    return f"recorder-{round_number}-{local_rank}.sock"
 
 
 def groups_path(answers_at: Path) -> Path:
     """Return where the worker that answers there notes its process groups."""
-    return answers_at.with_suffix(".groups")
+    return answers_at.with_suffix(_GROUPS)
+
+
+def prepare() -> None:
+    """Look up, in the server, what each worker would look up anew with its first process group."""
+    if _BINDING in sys.modules:
+        with _reported():
+            _log_level()
 
 
 def watch(environ: Mapping[str, str]) -> None:
@@ -88,8 +104,8 @@ def watch(environ: Mapping[str, str]) -> None:
         return
     if isinstance(getattr(original, "__self__", None), _Recorder):
         return
-    path = socket_path(Path(place).parent, int(number), int(local_rank))
-    recorder = _Recorder(path, original)
+    name = _socket_name(int(number), int(local_rank))
+    recorder = _Recorder(os.path.join(os.path.dirname(place), name), original)
     distributed._new_process_group_helper = recorder.make_group
     if hasattr(distributed, "_register_pg_in_world"):
         recorder.register = distributed._register_pg_in_world
@@ -127,16 +143,17 @@ class _Recorder:
     ``register`` is torch's function that takes every group into its tables.
     """
 
-    def __init__(self, path: Path, original: Any) -> None:
+    def __init__(self, path: str, original: Any) -> None:
         self.register: Any = None
         self._path = path
+        self._groups = os.path.splitext(path)[0] + _GROUPS
         self._original = original
         self._pid = os.getpid()
         self._server: object = None
         self._address = ""
         self._listening: tuple[int, int] | None = None
         self._tried = False
-        self._making = False
+        self._making: int | None = None
 
     def make_group(self, size: int, rank: int, ranks: Any, *rest: Any, **named: Any) -> Any:
         """Note the group, and make it as torch does."""
@@ -179,25 +196,26 @@ class _Recorder:
             self._start()
         self._note_end()  # of one that another thread makes
         if self._server is not None:
-            with open(groups_path(self._path), "a") as file:
-                file.write(json.dumps([name, size, rank, ranks, time.time()]))
-            self._making = True
+            self._making = os.open(self._groups, _APPENDED, 0o666)
+            os.write(self._making, json.dumps([name, size, rank, ranks, time.time()]).encode())
 
     def _note_end(self) -> None:
-        if self._making:
-            self._making = False
-            with open(groups_path(self._path), "a") as file:
-                file.write("\n")
+        making, self._making = self._making, None
+        if making is not None:
+            try:
+                os.write(making, b"\n")
+            finally:
+                os.close(making)
 
     def _start(self) -> None:
-        binding: Any = importlib.import_module("torch._C._distributed_c10d")
+        binding: Any = sys.modules[_BINDING]
         if not any(name in os.environ for name in _SIZES):
-            os.environ.update([LIMIT])
+            os.environ[LIMIT[0]] = LIMIT[1]
         with short_address(self._path) as address, _silent():
             server = binding._WorkerServer(address)
             # It is not ended with the interpreter, nor by an error here: that would wait for its
             # threads, which wait for Python's lock, and which a fork of this process does not have.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+            _KEEP(ctypes.py_object(server))
             self._address, self._listening = address, _descriptor(address)
         self._server = server
         os.chmod(self._path, 0o600)
@@ -240,12 +258,17 @@ def _reported() -> Iterator[None]:
         log.debug("which collectives this worker enters cannot be asked: %s", error)
 
 
+@functools.cache
+def _log_level() -> ctypes.c_int:
+    torch: Any = sys.modules["torch"]
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+
+
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Keep torch from logging on the worker's stderr that it listens."""
-    torch: Any = sys.modules["torch"]
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    level = _log_level()
     before = level.value
     level.value = max(before, _ERRORS_ONLY)
     try:
@@ -270,12 +293,19 @@ def _is_ready(number: int, events: int, seconds: float) -> bool:
 
 def _at(address: str) -> list[int]:
     """Return the descriptors of this process that have that address: the listener's and others."""
-    found = []
-    for number in [each for each in map(int, os.listdir("/proc/self/fd")) if _inode(each)]:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-            if sock.family == socket.AF_UNIX and sock.getsockname() == address:
-                found.append(number)  # others may have been closed since they were listed
-    return found
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return [each for each in numbers if _inode(each) and _address(each) == address]
+
+
+def _address(number: int) -> object:
+    """Return a socket's address; None if it has been closed since it was listed."""
+    with contextlib.suppress(OSError):
+        sock = socket.SocketType(fileno=os.dup(number))  # without what Python's class adds
+        try:
+            return sock.getsockname()
+        finally:
+            sock.close()
+    return None
 
 
 def _inode(number: int) -> int:
