@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent import frontends, signals
 from elaunch.agent.context import RunContext, SaverSetup
+from elaunch.agent.failure import explain
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.progress import ProgressLines
@@ -148,6 +149,7 @@ class _Run:
         saver.check()
         if detached is not None:
             detached.ready(pages.wait())
+        explain.prepare()  # the server imports what it should meanwhile
         return agent.run()
 
     def _start_pump(self, lines: ProgressLines | None) -> LogPump:

@@ -315,6 +315,12 @@ class Explanation(Struct, frozen=True):
         return f"{self.cause} {self.fix}".strip()
 
 
+def prepare() -> None:
+    """Compile what texts are searched for (6 to 10 ms) before a job waits for it; re keeps it."""
+    for cause in _known_by_text():
+        re.compile(cause.text, re.MULTILINE)
+
+
 def explain(
     end: Exit,
     text: str = "",
@@ -362,8 +368,12 @@ def _by_text(end: Exit, text: str, size: int | None) -> Explanation | None:
     return found
 
 
+def _known_by_text() -> Iterator[Cause]:
+    return (cause for rows in TEXTS.values() for cause in rows)
+
+
 def _match(end: Exit, text: str, size: int | None) -> Explanation | None:
-    for cause in (cause for rows in TEXTS.values() for cause in rows):
+    for cause in _known_by_text():
         found = re.search(cause.text, text, re.MULTILINE)
         if found:
             words = {name: value for name, value in found.groupdict().items() if value}
