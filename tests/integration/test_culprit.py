@@ -87,15 +87,16 @@ def test_a_person_sees_for_which_rank_the_others_wait(
 def test_where_the_others_were_when_one_died(elaunch: Launcher, flags: tuple[str, ...]) -> None:
     """They are asked before they are stopped.
 
-    Rank 0 is in no collective: from one it would end by itself as soon as rank 1 is gone.
+    They are in no collective: from one they would end by themselves as soon as rank 1 is gone. On a
+    busy machine not each of them answers in time.
     """
-    done = elaunch.run(["run", "--nproc-per-node=2", *flags, WAITING, "alone", "1", "30", "60"])
+    done = elaunch.run(["run", "--nproc-per-node=4", *flags, WAITING, "alone", "1", "30", "60"])
     assert done.returncode == 137
     found = failure(elaunch)["meanwhile"]
     assert (found is None) is bool(flags)
     if found is not None:
         (group,) = found["stacks"]
-        assert group["ranks"] == [0] and group["main"][0].endswith("in stand")
+        assert {*group["ranks"]} <= {0, 2, 3} and group["main"][0].endswith("in stand")
 
 
 def test_the_rank_that_comes_last_is_shown(elaunch: Launcher) -> None:

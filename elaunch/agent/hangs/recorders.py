@@ -44,7 +44,7 @@ DEVICE_TRACE: Final = b"dump_nccl_trace_json"
 """NCCL's collectives are in a record of their own, which a torch without NCCL does not have."""
 STACKS: Final = b"dump_traceback"
 
-STACKS_S: Final = 0.006
+STACKS_S: Final = 0.01
 """Seconds for stacks that are only shown; a thread of Python gives its lock up after 5 ms."""
 
 
@@ -256,9 +256,11 @@ def ask(
 ) -> dict[Question, bytes | OSError]:
     """Return what each worker answers until then, or why it does not.
 
-    A stack may wait for Python's lock; if it ``hurries``, STACKS_S longer than the others.
+    A stack may wait for Python's lock; if it ``hurries``, only for as long as the other answers
+    took, and STACKS_S at least.
     """
     answers: dict[Question, bytes | OSError] = {}
+    began = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for question, path in questions.items():
             try:
@@ -272,7 +274,8 @@ def ask(
             keys = [key for key, _ in ready] or list(selector.get_map().values())
             answers |= _taken(selector, keys, late=not ready)
             if hurries and not any(_is_quick(key) for key in selector.get_map().values()):
-                until, hurries = min(until, time.monotonic() + STACKS_S), False
+                now, hurries = time.monotonic(), False
+                until = min(until, now + max(STACKS_S, now - began))
     return answers
 
 
