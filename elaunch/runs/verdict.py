@@ -318,8 +318,9 @@ def _advice_on_saves(record: Record, timing: TimingRecord) -> str:
         return ""
     steps = f" ({max(1, round(best / timing['step_s']))} steps)" if timing["step_s"] else ""
     return (
-        f"save every {best:.3g} s{steps}, not every {pace:.3g} s: a save stops the training for "
-        f"{cost:.3g} s, {count(failures, 'failure')} in {duration(timing['wall_s'])}"
+        f"save every {duration(best)}{steps}, not every {duration(pace)}: a save stops the "
+        f"training for {duration(cost)}, {count(failures, 'failure')} "
+        f"in {duration(timing['wall_s'])}"
     )
 
 

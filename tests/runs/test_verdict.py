@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,15 @@ def test_dataloaders_that_compute_all_the_time(busy: float, cpus: int, advice: s
     assert record["timing"] is not None
     record["timing"]["loaders"] = {"processes": 2, "seconds": 90.0, "busy": busy, "cpus": cpus}
     assert dict(verdict.facts(record))["advice"] == advice
+
+
+def test_how_often_to_save_is_told_in_words() -> None:
+    """Also where a save takes so long that it should come once in days."""
+    record = ended(1300.0)
+    assert record["timing"] is not None
+    record["timing"]["seconds"] = {"train": 50.0, "save": 1250.0, "lost": 0.0}
+    record["saves"] = {"commits": 1}  # type: ignore[typeddict-item]
+    advice = dict(verdict.facts(record))["advice"]
+    assert re.match(
+        r"save every \dd \d\dh.*, not every 21m 40s: a save stops the training for", advice
+    )
