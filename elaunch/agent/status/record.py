@@ -196,7 +196,7 @@ class StatusRecord:
     def note_job_failure(self, failure: WorkerFailure) -> None:
         """Put the first failure of the job, on another node, into the record, with its round."""
         self._record["job_failure"] = asdict(failure) | {"round": self._record["round"]}
-        self.write()
+        self._news = True
 
     def note_error(self, error: BaseException) -> None:
         """Write the end of a run that never came to its loop's end, but to ``error``.

@@ -169,8 +169,8 @@ def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
     done = storage.finish_stages(run_id if given else None)
     for found in done:
         log.info("%s was complete, but its writer had died: committed now", found.name)
-    newest = next(storage.newest_first(), None) if done else None
-    if done and newest == done[-1]:  # else it is not known yet what is resumed from
+    # Where that is not the newest one, it is not known yet what is resumed from.
+    if done and next(storage.newest_first(), None) == done[-1]:
         retention.Retiring(storage, keep_of(os.environ)).follow(done[-1])
 
 
