@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -94,7 +95,8 @@ def _begin_to_compile() -> Found:
         setattr(config, "compile_threads", 1)  # noqa: B010  no pool of processes: here, not there
     before = set(sys.modules)
     with contextlib.suppress(_Enough):
-        torch.compile(lambda x: x + 1)(torch.zeros(8))
+        # Of a call: the functions that are called are looked up in torch's lists of them.
+        torch.compile(lambda x: torch.nn.functional.relu(x))(torch.zeros(8))
     new = {name: module for name, module in sys.modules.items() if name not in before}
     files = [name for name, module in new.items() if getattr(module, "__spec__", None) is not None]
     return {"headers": headers, "modules": [name for name in files if name.startswith("torch.")]}
@@ -131,6 +133,8 @@ def fill_tables(meanwhile: Callable[[], None]) -> None:
     if (name := _function(*_NAMES)) is not None:
         modules = [module for module in list(sys.modules) if module.startswith(_NAMED)]
         tables += [functools.partial(name, sys.modules[module].__file__, 1) for module in modules]
+    # Of a code that is in no module: Python looks through all of them, and remembers their files.
+    tables.append(functools.partial(inspect.getmodule, compile("", "<nowhere>", "exec")))
     for make in tables:
         meanwhile()
         make()

@@ -41,7 +41,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from elaunch import env
-from elaunch.server import compiling, processes
+from elaunch.server import compiling, hugepages, processes
 from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
@@ -352,6 +352,8 @@ class Later:
             if why_not is not None:
                 return why_not
         between = None if meanwhile is None else partial(meanwhile, None)
+        if DYNAMO in modules:
+            hugepages.reserve(*hugepages.LATER, between)
         problem = preload(modules, self._path, between, tried=tried).problem
         compiles = compiles and problem is None
         if compiles:

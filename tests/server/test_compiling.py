@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -247,10 +248,27 @@ def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch
     compiling.fill_tables(lambda: calls.append(len(made)))
     files = [("torch.nn.functional.py", 1), ("torch.nn.modules.x.py", 1)]
     assert made == ["list_backends", "get_overridable_functions", *files]
-    assert calls == [0, 1, 2, 3]
+    assert calls == [0, 1, 2, 3, 4]
     monkeypatch.delitem(sys.modules, names.__name__)
     compiling.fill_tables(lambda: None)
     assert made[4:] == ["list_backends", "get_overridable_functions"]
+
+
+def test_python_remembers_in_which_module_each_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that asks for the module of some code looks at none of the server's again."""
+    import torch  # noqa: F401  its tables are asked for
+
+    asked: list[str] = []
+    compiling.fill_tables(lambda: None)
+    absolute = inspect.getabsfile
+
+    def note(*of: Any) -> str:
+        asked.append(str(of[0]))
+        return absolute(*of)
+
+    monkeypatch.setattr(inspect, "getabsfile", note)
+    assert inspect.getmodule(compile("", "<elsewhere>", "exec")) is None
+    assert len(asked) < 20
 
 
 @pytest.mark.parametrize("stopped", [True, False])

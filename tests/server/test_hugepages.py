@@ -1,0 +1,128 @@
+"""What the server imports lies in huge pages, where the kernel has them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaunch.server import hugepages
+
+IMPORT = """
+import sys
+from elaunch.server import hugepages
+
+hugepages.SETTINGS = sys.argv[1]
+if sys.argv[2] == "reserve":
+    hugepages.reserve(*hugepages.TORCH)
+import torch
+print(torch.ones(2).sum().item())
+with open("/proc/self/smaps") as file:
+    for kind in ("AnonHugePages", "Anonymous"):
+        file.seek(0)
+        print(sum(int(line.split()[1]) for line in file if line.startswith(f"{kind}:")))
+"""
+CALLS = """
+import sys
+from elaunch.server import hugepages
+
+calls = []
+hugepages.reserve(8 << 20, 8 << 20, lambda: calls.append(1))
+print(len(calls))
+"""
+LIMITED = """
+import resource
+from elaunch.server import hugepages
+
+with open("/proc/self/statm") as file:
+    size = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
+hugepages.reserve(*hugepages.TORCH)
+print(1)
+"""
+FORK = """
+import os
+from elaunch.server import hugepages
+
+hugepages.reserve(*hugepages.TORCH)
+import torch
+
+def own():
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+
+if os.fork() == 0:
+    before = own()
+    for module in list(vars(torch).values()):
+        getattr(module, "__name__", None)
+    print(own() - before, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def run(code: str, *args: str) -> list[float]:
+    """Return the numbers that ``code`` prints in a process of its own."""
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return [float(line) for line in done.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    """A sum, and the kilobytes of huge pages and in all, of a process that has imported torch."""
+    return run(IMPORT, hugepages.SETTINGS, "leave")
+
+
+def is_here() -> bool:
+    """Whether this kernel can: 6.1 or later, and not turned off."""
+    release = tuple(map(int, Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2]))
+    path = Path(hugepages.SETTINGS, "enabled")
+    return release >= (6, 1) and path.exists() and "[never]" not in path.read_text()
+
+
+def test_an_import_takes_the_memory_that_was_reserved_for_it(plain: list[float]) -> None:
+    total, huge, memory = run(IMPORT, hugepages.SETTINGS, "reserve")
+    assert total == 2
+    assert huge > 0.4 * memory if is_here() else huge == 0
+    assert memory < plain[2] + 20_000
+
+
+def test_nothing_is_done_where_huge_pages_are_turned_off(
+    tmp_path: Path, plain: list[float]
+) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    (tmp_path / "hpage_pmd_size").write_text(f"{hugepages.HUGE}\n")
+    total, huge, memory = run(IMPORT, str(tmp_path), "reserve")
+    assert (total, huge) == (2, plain[1])
+    assert memory < plain[2] + 5_000
+
+
+def test_nothing_is_done_where_the_kernel_has_none(tmp_path: Path, plain: list[float]) -> None:
+    _, huge, _ = run(IMPORT, str(tmp_path / "missing"), "reserve")
+    assert huge == plain[1]
+
+
+def test_nothing_is_done_where_they_have_another_size(tmp_path: Path, plain: list[float]) -> None:
+    (tmp_path / "enabled").write_text("[always] madvise never\n")
+    (tmp_path / "hpage_pmd_size").write_text("536870912\n")
+    _, huge, _ = run(IMPORT, str(tmp_path), "reserve")
+    assert huge == plain[1]
+
+
+def test_a_limit_that_leaves_no_room_is_not_met_here() -> None:
+    """The import itself fails then, and says so."""
+    assert run(LIMITED) == [1]
+
+
+def test_what_cannot_wait_is_done_between_two_pages() -> None:
+    (calls,) = run(CALLS)
+    assert calls >= 10 if is_here() else calls == 0
+
+
+def test_a_fork_that_writes_gets_no_copy_of_a_whole_huge_page() -> None:
+    """Reference counts of some thousand objects are written: pages of 4 kB, not of 2 MB."""
+    (copied,) = run(FORK)
+    assert copied < 20_000
