@@ -4,23 +4,31 @@ A fork copies an entry for each page of the server's own memory, and the kernel 
 when the worker ends: 36,000 with torch imported, 72 of them for memory in huge pages (Linux: 2 MB).
 A worker that writes to such memory gets a copy of 4 kB, as without.
 
-To make a huge page of memory that is in use copies it. So the memory is got before the import, is
-made of huge pages while next to nothing is in it (MADV_COLLAPSE, Linux 6.1), and is given back to
-the allocators, from which the import takes it: malloc's heap, and the arenas of Python's objects.
-Where the kernel cannot, or the administrator has turned huge pages off, nothing is done.
+To make a huge page of memory that is in use copies it. So the memory is got before the import, and
+given back to the allocators, from which the import takes it: malloc's heap, of which next to
+nothing was touched, and the arenas of Python's objects. The kernel makes huge pages of it before
+(MADV_COLLAPSE, Linux 6.1). Where it cannot, or the administrator has turned huge pages off, nothing
+is done. A thread that does this beside the import was tried: it took the import more time than it
+saved, since the processors have to tell each other of each page that moves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-TORCH: Final = (80 << 20, 46 << 20)
-"""Bytes of malloc's heap and of Python's objects that ``import torch`` takes, of torch 2.13."""
-LATER: Final = (28 << 20, 46 << 20)
-"""The same of ``torch._dynamo`` and ``torch.distributed.checkpoint``."""
+TAKES: Final = {
+    "torch": (80, 46),
+    "torch.distributed.checkpoint": (16, 30),
+    "torch._dynamo": (28, 45),
+    "torch._inductor.compile_fx": (15, 29),
+}
+"""Megabytes of malloc's heap and of Python's objects that an import takes, of torch 2.13."""
+SHARED: Final = {"torch._dynamo": "torch.distributed.checkpoint"}
+"""The second module imports nothing large that the first one does not."""
 
 SETTINGS: Final = "/sys/kernel/mm/transparent_hugepage"
 COLLAPSE: Final = 25  # MADV_COLLAPSE, asm-generic/mman-common.h
@@ -29,22 +37,34 @@ BLOCK: Final = 120_000
 """Bytes that malloc takes from its heap: from 128 kB on it has a mapping made for each block."""
 OBJECT: Final = 512
 """Bytes of the longest object that lies in an arena."""
+ARENA: Final = 1 << 20
 AT_ONCE: Final = 992
-"""Objects between two looks: half of an arena of 1 MB."""
+"""Objects of half an arena."""
 
 _kept: list[bytes] = []
 
 
-def reserve(heap: int, objects: int, meanwhile: Callable[[], None] | None = None) -> None:
-    """Have ``heap`` bytes for malloc and ``objects`` bytes for Python's objects in huge pages.
+def reserve(modules: Iterable[str], meanwhile: Callable[[], None] | None = None) -> None:
+    """Have in huge pages what the import of ``modules`` will take, as far as that is known.
 
-    ``meanwhile`` is called between two of them.
+    ``meanwhile`` is called again and again until this returns.
     """
     libc = ctypes.CDLL(None)
-    if _is_possible(libc):
+    heap, objects = _takes(set(modules))
+    if heap and _is_possible(libc):
         with contextlib.suppress(MemoryError):  # the import says so with its own name
-            _reserve_heap(libc, heap, meanwhile)
-            _reserve_objects(libc, objects, meanwhile)
+            _collapse(libc, _reserve_heap(libc, heap << 20))
+            _collapse(libc, _reserve_objects(objects << 20, meanwhile))
+
+
+def _takes(modules: set[str]) -> tuple[int, int]:
+    """Return the megabytes for malloc and for objects of what is not imported yet."""
+    heap = objects = 0
+    for name in modules & TAKES.keys() - sys.modules.keys():
+        part = SHARED.get(name)
+        there = TAKES[part] if part in modules | sys.modules.keys() and part else (0, 0)
+        heap, objects = heap + TAKES[name][0] - there[0], objects + TAKES[name][1] - there[1]
+    return heap, objects
 
 
 def _is_possible(libc: Any) -> bool:
@@ -59,35 +79,45 @@ def _is_possible(libc: Any) -> bool:
     return False
 
 
-def _reserve_heap(libc: Any, size: int, meanwhile: Callable[[], None] | None) -> None:
+def _reserve_heap(libc: Any, size: int) -> list[tuple[int, int]]:
+    """Have malloc get ``size`` bytes of heap, next to none of it touched; return where it is."""
     libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
     old = libc.sbrk(0)
     blocks = [libc.malloc(BLOCK) for _ in range(size // BLOCK)]
-    for at in range(-(-old // HUGE) * HUGE, libc.sbrk(0) - HUGE, HUGE):
-        _collapse(libc, at)
-        if meanwhile is not None:
-            meanwhile()
     # The last stays: it is at the heap's end, which malloc else gives back to the kernel.
     for block in blocks[:-1]:
         libc.free(ctypes.c_void_p(block))
+    return [(old, libc.sbrk(0))]
 
 
-def _reserve_objects(libc: Any, size: int, meanwhile: Callable[[], None] | None) -> None:
-    """Get arenas, which the kernel puts below each other, and collapse each two of 1 MB.
+def _reserve_objects(size: int, meanwhile: Callable[[], None] | None) -> list[tuple[int, int]]:
+    """Have Python get arenas for ``size`` bytes, which the kernel puts below each other.
 
-    One object in each stays: Python gives an arena back in which nothing is.
+    One object in each stays: Python gives an arena back in which nothing is. Returns where they
+    are, as far as they adjoin.
     """
     objects: list[bytes] = []
     for _ in range(size // OBJECT // AT_ONCE):
         objects += [bytes(OBJECT - b"".__sizeof__()) for _ in range(AT_ONCE)]
-        at = id(objects[-1]) // HUGE * HUGE
-        _collapse(libc, at)
-        _collapse(libc, at + HUGE)  # its lower end may have come just now
         if meanwhile is not None:
             meanwhile()
     _kept.extend(objects[::AT_ONCE])
+    ranges: list[tuple[int, int]] = []
+    for at in sorted({id(one) // ARENA * ARENA for one in objects[::AT_ONCE]}):
+        if ranges and at - ranges[-1][1] <= ARENA:
+            ranges[-1] = ranges[-1][0], at + ARENA
+        else:
+            ranges.append((at, at + ARENA))
+    return ranges
 
 
-def _collapse(libc: Any, at: int) -> None:
-    """Have a huge page at ``at``, where all of it is this process's own memory."""
-    libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE), COLLAPSE)
+def _collapse(libc: Any, ranges: Sequence[tuple[int, int]]) -> None:
+    """Have huge pages between each two addresses.
+
+    In one call for each: the kernel has all processors write back their lists of pages at each.
+    """
+    for start, end in ranges:
+        first = -(-start // HUGE) * HUGE
+        length = end // HUGE * HUGE - first
+        if length > 0:
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), COLLAPSE)

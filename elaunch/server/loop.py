@@ -31,7 +31,7 @@ from typing import NoReturn
 from elaunch import env, proc
 from elaunch.endings import Exit
 from elaunch.proc import Process
-from elaunch.server import devices, hugepages, numa, processes, worker
+from elaunch.server import devices, numa, processes, worker
 from elaunch.server.preload import ANNOUNCED, Later, Preloaded, preload
 from elaunch.server.processes import Sweep
 from elaunch.server.stores import Stores
@@ -214,8 +214,6 @@ class Server:
         self._open_files = tuple(message["open_files"])
         processes.raise_open_files()
         path, self._temp = message["import_path"], message["temp"]
-        if self._fork_start and "torch" in message["preload"] and "torch" not in sys.modules:
-            hugepages.reserve(*hugepages.TORCH)
         found = preload(message["preload"], path) if self._fork_start else Preloaded()
         problem = found.problem or self._timers.open(message["timer_file"])
         if message["numa_binding"] is not None and problem is None:

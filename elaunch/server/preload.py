@@ -145,7 +145,7 @@ def preload(
     asks_nvml = NVML[0] not in os.environ
     os.environ.setdefault(*NVML)
     try:
-        return _import(modules, tried)
+        return _import(modules, tried, meanwhile)
     finally:
         if asks_nvml:
             os.environ.pop(NVML[0], None)
@@ -156,9 +156,10 @@ def preload(
             sys.path.remove(path)
 
 
-def _import(modules: Sequence[str], tried: bool) -> Preloaded:
+def _import(modules: Sequence[str], tried: bool, meanwhile: Callable[[], None] | None) -> Preloaded:
     unforkable, threads = "", _threads()
     lost = not tried and _forks_lose_devices()
+    hugepages.reserve(modules, meanwhile)
     for name in modules:
         try:
             importlib.import_module(name)
@@ -352,8 +353,6 @@ class Later:
             if why_not is not None:
                 return why_not
         between = None if meanwhile is None else partial(meanwhile, None)
-        if DYNAMO in modules:
-            hugepages.reserve(*hugepages.LATER, between)
         problem = preload(modules, self._path, between, tried=tried).problem
         compiles = compiles and problem is None
         if compiles:

@@ -16,7 +16,7 @@ from elaunch.server import hugepages
 
 hugepages.SETTINGS = sys.argv[1]
 if sys.argv[2] == "reserve":
-    hugepages.reserve(*hugepages.TORCH)
+    hugepages.reserve(["torch"])
 import torch
 print(torch.ones(2).sum().item())
 with open("/proc/self/smaps") as file:
@@ -29,7 +29,7 @@ import sys
 from elaunch.server import hugepages
 
 calls = []
-hugepages.reserve(8 << 20, 8 << 20, lambda: calls.append(1))
+hugepages.reserve(["torch", "os"], lambda: calls.append(1))
 print(len(calls))
 """
 LIMITED = """
@@ -39,14 +39,14 @@ from elaunch.server import hugepages
 with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
-hugepages.reserve(*hugepages.TORCH)
+hugepages.reserve(["torch"])
 print(1)
 """
 FORK = """
 import os
 from elaunch.server import hugepages
 
-hugepages.reserve(*hugepages.TORCH)
+hugepages.reserve(["torch"])
 import torch
 
 def own():
@@ -88,6 +88,21 @@ def test_an_import_takes_the_memory_that_was_reserved_for_it(plain: list[float])
     assert total == 2
     assert huge > 0.4 * memory if is_here() else huge == 0
     assert memory < plain[2] + 20_000
+
+
+def test_it_is_as_much_as_the_imports_that_are_left_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two of them have in common counts once."""
+    dynamo, saving = "torch._dynamo", "torch.distributed.checkpoint"
+    for name in hugepages.TAKES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    takes = hugepages.TAKES
+    assert hugepages._takes({"torch", "os"}) == takes["torch"]
+    assert hugepages._takes({dynamo}) == hugepages._takes({dynamo, saving}) == takes[dynamo]
+    monkeypatch.setitem(sys.modules, saving, sys)
+    heap, objects = hugepages._takes({dynamo, saving})
+    assert 0 < heap < takes[dynamo][0] and 0 < objects < takes[dynamo][1]
+    monkeypatch.setitem(sys.modules, dynamo, sys)
+    assert hugepages._takes({dynamo, "numpy"}) == (0, 0)
 
 
 def test_nothing_is_done_where_huge_pages_are_turned_off(

@@ -6,7 +6,8 @@ reported once and does not stop the job: training is worth more than its record.
 It is written in a thread, so that a file system that hangs does not stop the loop. The loop waits
 for its record to be on the disk, as its next reader expects, but only as long as the file system
 answers: one that takes longer than PATIENCE is named, and is not waited for until it has answered.
-It then gets the newest record; those between are never written.
+It then gets the newest record; those between are never written. The steps between a failure and the
+next round (PASSING) are not waited for either: the restart would be.
 
 While nothing changes, it is written again from time to time with how far the workers are and where
 the time went, for an agent that is killed, and for the one that goes on after it.
@@ -54,6 +55,8 @@ from elaunch.runs.record import (
 
 log = logging.getLogger("elaunch")
 
+PASSING: Final = (Phase.SWEEPING, Phase.FLUSHING)
+"""Phases whose record is not waited for."""
 MOST_NODES: Final = 64
 """Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large.
 A command that asks the agent gets all."""
@@ -173,7 +176,7 @@ class StatusRecord:
         record["restarts"]["used"] = state.restarts
         record["restarts"]["without_progress"] = state.without_progress
         if self._news or self._worth_writing(state, event, action):
-            self.write()
+            self.write(waits=self._news or state.phase not in PASSING)
 
     def _worth_writing(self, state: State, event: events.Event, action: Action) -> bool:
         """Spare the disk the steps between: a start of many workers, an end of many."""
@@ -221,13 +224,13 @@ class StatusRecord:
         if self._round_begun is not None:
             record["history"][-1]["lasted_s"] = now - self._round_begun
 
-    def write(self) -> None:
-        """Replace the record on disk and for readers of the socket."""
+    def write(self, waits: bool = True) -> None:
+        """Replace the record on disk and for readers of the socket; ``waits`` until it is there."""
         self._news = False
         self._note_lasted(self._record)
         cast("dict[str, Any]", self._record).update(self._measured(False))
         self._published = _packed(self._record)
-        self._writer.put(self._published, is_last=self._record["state"] in FINAL_STATES)
+        self._writer.put(self._published, self._record["state"] in FINAL_STATES, waits)
 
     def _newest(self) -> str:
         return _packed(self.snapshot())
@@ -374,7 +377,7 @@ class RecordWriter:
         self._late = False
         self._thread: threading.Thread | None = None
 
-    def put(self, text: str, is_last: bool = False) -> bool:
+    def put(self, text: str, is_last: bool = False, waits: bool = True) -> bool:
         """Have ``text`` written; return whether it is, as long as the file system may take."""
         patience = LAST_PATIENCE if is_last else PATIENCE
         with self._changed:
@@ -385,7 +388,7 @@ class RecordWriter:
                 self._thread = threading.Thread(target=self._run, name="record", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-            if known and not is_last:
+            if (known or not waits) and not is_last:
                 return False
             done = any(
                 self._changed.wait_for(lambda: self._done >= number, seconds)

@@ -77,9 +77,10 @@ class MemberEntries:
 
     def read(self, reader: object) -> list[Change]:
         """Return what ``reader`` has not seen: at its first call, every entry that is there."""
-        everything = [Change(name, value, "put") for name, value in self.values.items()]
-        unseen = self._unseen.get(reader, everything)
+        unseen = self._unseen.get(reader)
         self._unseen[reader] = []
+        if unseen is None:
+            return [Change(name, value, "put") for name, value in self.values.items()]
         return unseen
 
     def forget(self, reader: object) -> None:

@@ -109,6 +109,20 @@ def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
     wait_until(lambda: writer.put("more"), what="it is waited for again")
 
 
+def test_a_step_between_failure_and_next_round_is_written_and_not_waited_for(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after it is, with the newest in place."""
+    monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
+    writer = RecordWriter(disk.write, disk.said.append, str)
+    disk.answers.clear()
+    assert not writer.put("swept", waits=False) and not writer.put("flushed", waits=False)
+    assert disk.said == [] and disk.written == []
+    disk.answers.set()
+    wait_until(lambda: disk.written[-1:] == ["flushed"], what="the newest is written")
+    assert writer.put("running") and disk.written[-1] == "running"
+
+
 def test_what_a_disk_refuses_is_said_once(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again when it is something else."""
     monkeypatch.setattr(recordwriter, "PATIENCE", LONG)
