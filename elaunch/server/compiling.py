@@ -133,11 +133,18 @@ def fill_tables(meanwhile: Callable[[], None]) -> None:
     if (name := _function(*_NAMES)) is not None:
         modules = [module for module in list(sys.modules) if module.startswith(_NAMED)]
         tables += [functools.partial(name, sys.modules[module].__file__, 1) for module in modules]
-    # Of a code that is in no module: Python looks through all of them, and remembers their files.
-    tables.append(functools.partial(inspect.getmodule, compile("", "<nowhere>", "exec")))
-    for make in tables:
+    for make in (*tables, _look_through_modules):
         meanwhile()
         make()
+
+
+def _look_through_modules() -> None:
+    """Have Python remember the file of each module, by asking for the module of foreign code.
+
+    It asks every module, and one that is made on demand may raise whatever it likes.
+    """
+    with contextlib.suppress(Exception):
+        inspect.getmodule(compile("", "<nowhere>", "exec"))
 
 
 def _recall(headers: Mapping[str, str], ask: Callable[..., str]) -> Callable[..., str]:

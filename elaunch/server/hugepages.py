@@ -1,8 +1,8 @@
 """Have what the server imports lie in huge pages, so that a worker is forked and ended sooner.
 
 A fork copies an entry for each page of the server's own memory, and the kernel takes as many apart
-when the worker ends: 36,000 with torch imported, 72 of them for memory in huge pages (Linux: 2 MB).
-A worker that writes to such memory gets a copy of 4 kB, as without.
+when the worker ends: 36,000 with torch imported. In huge pages, of 2 MB, the same memory has 72. A
+worker that writes to such memory gets a copy of 4 kB, as without.
 
 To make a huge page of memory that is in use copies it. So the memory is got before the import, and
 given back to the allocators, from which the import takes it: malloc's heap, of which next to
@@ -33,6 +33,7 @@ SHARED: Final = {"torch._dynamo": "torch.distributed.checkpoint"}
 SETTINGS: Final = "/sys/kernel/mm/transparent_hugepage"
 COLLAPSE: Final = 25  # MADV_COLLAPSE, asm-generic/mman-common.h
 HUGE: Final = 2 << 20
+MANY: Final = 16 << 20
 BLOCK: Final = 120_000
 """Bytes that malloc takes from its heap: from 128 kB on it has a mapping made for each block."""
 OBJECT: Final = 512
@@ -47,14 +48,14 @@ _kept: list[bytes] = []
 def reserve(modules: Iterable[str], meanwhile: Callable[[], None] | None = None) -> None:
     """Have in huge pages what the import of ``modules`` will take, as far as that is known.
 
-    ``meanwhile`` is called again and again until this returns.
+    ``meanwhile`` is called again and again, at most some milliseconds apart where memory is free.
     """
     libc = ctypes.CDLL(None)
     heap, objects = _takes(set(modules))
     if heap and _is_possible(libc):
         with contextlib.suppress(MemoryError):  # the import says so with its own name
-            _collapse(libc, _reserve_heap(libc, heap << 20))
-            _collapse(libc, _reserve_objects(objects << 20, meanwhile))
+            _collapse(libc, _reserve_heap(libc, heap << 20), meanwhile)
+            _collapse(libc, _reserve_objects(objects << 20, meanwhile), meanwhile)
 
 
 def _takes(modules: set[str]) -> tuple[int, int]:
@@ -93,8 +94,8 @@ def _reserve_heap(libc: Any, size: int) -> list[tuple[int, int]]:
 def _reserve_objects(size: int, meanwhile: Callable[[], None] | None) -> list[tuple[int, int]]:
     """Have Python get arenas for ``size`` bytes, which the kernel puts below each other.
 
-    One object in each stays: Python gives an arena back in which nothing is. Returns where they
-    are, as far as they adjoin.
+    An object or two in each stay: Python gives an arena back in which nothing is. Returns where
+    they are, as far as they adjoin.
     """
     objects: list[bytes] = []
     for _ in range(size // OBJECT // AT_ONCE):
@@ -104,20 +105,24 @@ def _reserve_objects(size: int, meanwhile: Callable[[], None] | None) -> list[tu
     _kept.extend(objects[::AT_ONCE])
     ranges: list[tuple[int, int]] = []
     for at in sorted({id(one) // ARENA * ARENA for one in objects[::AT_ONCE]}):
-        if ranges and at - ranges[-1][1] <= ARENA:
+        if ranges and at <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], at + ARENA
         else:
             ranges.append((at, at + ARENA))
     return ranges
 
 
-def _collapse(libc: Any, ranges: Sequence[tuple[int, int]]) -> None:
-    """Have huge pages between each two addresses.
+def _collapse(
+    libc: Any, ranges: Sequence[tuple[int, int]], meanwhile: Callable[[], None] | None
+) -> None:
+    """Have huge pages between each two addresses, as far as the kernel has any.
 
-    In one call for each: the kernel has all processors write back their lists of pages at each.
+    Some at once: for each call the kernel has all processors write back their lists of pages. It
+    ends at memory that is a file's, and the next call goes on behind it.
     """
     for start, end in ranges:
-        first = -(-start // HUGE) * HUGE
-        length = end // HUGE * HUGE - first
-        if length > 0:
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), COLLAPSE)
+        last = end // HUGE * HUGE
+        for at in range(-(-start // HUGE) * HUGE, last, MANY):
+            libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(MANY, last - at)), COLLAPSE)
+            if meanwhile is not None:
+                meanwhile()

@@ -130,12 +130,14 @@ def preload(
     meanwhile: Callable[[], None] | None = None,
     *,
     tried: bool = False,
+    stays: bool = True,
 ) -> Preloaded:
     """Import ``modules`` in order.
 
     ``path`` is what a worker has first on ``sys.path``, if it has anything of its own there;
-    ``meanwhile`` is called before each module that they import; ``tried``: a fork has imported them
-    and can use the devices.
+    ``meanwhile`` is called before each module that they import, and while memory is got for them;
+    ``tried``: a fork has imported them and can use the devices; ``stays``: this process is forked
+    afterwards.
     """
     if path is not None:
         sys.path.insert(0, path)
@@ -145,7 +147,9 @@ def preload(
     asks_nvml = NVML[0] not in os.environ
     os.environ.setdefault(*NVML)
     try:
-        return _import(modules, tried, meanwhile)
+        if stays:
+            hugepages.reserve(modules, meanwhile)
+        return _import(modules, tried)
     finally:
         if asks_nvml:
             os.environ.pop(NVML[0], None)
@@ -156,10 +160,9 @@ def preload(
             sys.path.remove(path)
 
 
-def _import(modules: Sequence[str], tried: bool, meanwhile: Callable[[], None] | None) -> Preloaded:
+def _import(modules: Sequence[str], tried: bool) -> Preloaded:
     unforkable, threads = "", _threads()
     lost = not tried and _forks_lose_devices()
-    hugepages.reserve(modules, meanwhile)
     for name in modules:
         try:
             importlib.import_module(name)
@@ -426,7 +429,7 @@ def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, s
 
     before = dict(os.environ)
     kind.__getitem__ = note  # every way of reading one variable ends there
-    found = preload(modules, path)
+    found = preload(modules, path, stays=False)
     kind.__getitem__ = look_up
     written = {name: text for name, text in os.environ.items() if before.get(name) != text}
     return sorted(read), written, found.problem or found.unforkable

@@ -117,7 +117,7 @@ class Trial:
         fault: dict[str, object] = {"where": where, "rank": rank, "step": step, "after": self.after}
         fault["victims"] = self.victims()
         if step in SAID or step == "fence":
-            # Whether the save before is over is asked for surely by the first, which knows of none.
+            # Only the first save surely asks: a later one may know that the save before is over.
             fault["nth"] = 1 if step == "ask" else AT // EVERY
         elif step not in RETENTION:
             fault["within"] = f"step-{AT:08d}"

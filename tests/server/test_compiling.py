@@ -254,6 +254,21 @@ def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch
     assert made[4:] == ["list_backends", "get_overridable_functions"]
 
 
+def test_a_module_that_cannot_be_asked_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of optional packages, which raise when something of them is looked up."""
+    lazy, calls = types.ModuleType("lazy"), list[int]()
+
+    def refuse(name: str) -> object:
+        raise ImportError(f"{name}: install lazy[all]")
+
+    vars(lazy)["__getattr__"] = refuse
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    compiling.fill_tables(lambda: calls.append(1))
+    assert calls
+
+
 def test_python_remembers_in_which_module_each_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that asks for the module of some code looks at none of the server's again."""
     import torch  # noqa: F401  its tables are asked for

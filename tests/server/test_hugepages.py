@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,7 @@ IMPORT = """
 import sys
 from elaunch.server import hugepages
 
-hugepages.SETTINGS = sys.argv[1]
-if sys.argv[2] == "reserve":
+if sys.argv[1] == "reserve":
     hugepages.reserve(["torch"])
 import torch
 print(torch.ones(2).sum().item())
@@ -29,6 +29,7 @@ import sys
 from elaunch.server import hugepages
 
 calls = []
+hugepages.SETTINGS = sys.argv[1]
 hugepages.reserve(["torch", "os"], lambda: calls.append(1))
 print(len(calls))
 """
@@ -73,20 +74,27 @@ def run(code: str, *args: str) -> list[float]:
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
     """A sum, and the kilobytes of huge pages and in all, of a process that has imported torch."""
-    return run(IMPORT, hugepages.SETTINGS, "leave")
+    return run(IMPORT, "leave")
 
 
 def is_here() -> bool:
-    """Whether this kernel can: 6.1 or later, and not turned off."""
+    """Whether this kernel can."""
+    return hugepages._is_possible(ctypes.CDLL(None))
+
+
+def test_it_is_possible_with_a_kernel_that_is_new_enough() -> None:
     release = tuple(map(int, Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2]))
-    path = Path(hugepages.SETTINGS, "enabled")
-    return release >= (6, 1) and path.exists() and "[never]" not in path.read_text()
+    settings = Path(hugepages.SETTINGS)
+    if release >= (6, 1) and settings.exists():
+        on = "[never]" not in (settings / "enabled").read_text()
+        size = int((settings / "hpage_pmd_size").read_text())
+        assert is_here() is (on and size == hugepages.HUGE)
 
 
 def test_an_import_takes_the_memory_that_was_reserved_for_it(plain: list[float]) -> None:
-    total, huge, memory = run(IMPORT, hugepages.SETTINGS, "reserve")
+    total, huge, memory = run(IMPORT, "reserve")
     assert total == 2
-    assert huge > 0.4 * memory if is_here() else huge == 0
+    assert huge > 0.4 * memory or not is_here()
     assert memory < plain[2] + 20_000
 
 
@@ -105,26 +113,16 @@ def test_it_is_as_much_as_the_imports_that_are_left_take(monkeypatch: pytest.Mon
     assert hugepages._takes({dynamo, "numpy"}) == (0, 0)
 
 
-def test_nothing_is_done_where_huge_pages_are_turned_off(
-    tmp_path: Path, plain: list[float]
-) -> None:
-    (tmp_path / "enabled").write_text("always madvise [never]\n")
-    (tmp_path / "hpage_pmd_size").write_text(f"{hugepages.HUGE}\n")
-    total, huge, memory = run(IMPORT, str(tmp_path), "reserve")
-    assert (total, huge) == (2, plain[1])
-    assert memory < plain[2] + 5_000
-
-
-def test_nothing_is_done_where_the_kernel_has_none(tmp_path: Path, plain: list[float]) -> None:
-    _, huge, _ = run(IMPORT, str(tmp_path / "missing"), "reserve")
-    assert huge == plain[1]
-
-
-def test_nothing_is_done_where_they_have_another_size(tmp_path: Path, plain: list[float]) -> None:
-    (tmp_path / "enabled").write_text("[always] madvise never\n")
-    (tmp_path / "hpage_pmd_size").write_text("536870912\n")
-    _, huge, _ = run(IMPORT, str(tmp_path), "reserve")
-    assert huge == plain[1]
+@pytest.mark.parametrize(
+    ("enabled", "size"),
+    [("always madvise [never]", hugepages.HUGE), ("[always] madvise never", 512 << 20), ("", 0)],
+    ids=["turned off", "another size", "none"],
+)
+def test_nothing_is_done_where_it_must_not_be(tmp_path: Path, enabled: str, size: int) -> None:
+    if enabled:
+        (tmp_path / "enabled").write_text(f"{enabled}\n")
+        (tmp_path / "hpage_pmd_size").write_text(f"{size}\n")
+    assert run(CALLS, str(tmp_path)) == [0]
 
 
 def test_a_limit_that_leaves_no_room_is_not_met_here() -> None:
@@ -132,8 +130,8 @@ def test_a_limit_that_leaves_no_room_is_not_met_here() -> None:
     assert run(LIMITED) == [1]
 
 
-def test_what_cannot_wait_is_done_between_two_pages() -> None:
-    (calls,) = run(CALLS)
+def test_what_cannot_wait_is_done_again_and_again() -> None:
+    (calls,) = run(CALLS, hugepages.SETTINGS)
     assert calls >= 10 if is_here() else calls == 0
 
 

@@ -6,8 +6,8 @@ reported once and does not stop the job: training is worth more than its record.
 It is written in a thread, so that a file system that hangs does not stop the loop. The loop waits
 for its record to be on the disk, as its next reader expects, but only as long as the file system
 answers: one that takes longer than PATIENCE is named, and is not waited for until it has answered.
-It then gets the newest record; those between are never written. The steps between a failure and the
-next round (PASSING) are not waited for either: the restart would be.
+It then gets the newest record; those between are never written. Nor is the record of a phase that
+passes (PASSING) waited for, unless a failure is new in it: the next round would begin later.
 
 While nothing changes, it is written again from time to time with how far the workers are and where
 the time went, for an agent that is killed, and for the one that goes on after it.
@@ -378,7 +378,10 @@ class RecordWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, text: str, is_last: bool = False, waits: bool = True) -> bool:
-        """Have ``text`` written; return whether it is, as long as the file system may take."""
+        """Have ``text`` written; return whether it is, as long as the file system may take.
+
+        Without ``waits`` it returns False at once, and ``text`` is written if nothing newer comes.
+        """
         patience = LAST_PATIENCE if is_last else PATIENCE
         with self._changed:
             self._next = text, is_last
