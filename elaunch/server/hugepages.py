@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 TAKES: Final = {
-    "torch": (80, 46),
-    "torch.distributed.checkpoint": (16, 30),
-    "torch._dynamo": (28, 45),
-    "torch._inductor.compile_fx": (15, 29),
+    ("torch",): (80, 46),
+    ("torch.distributed.checkpoint", "torch._dynamo"): (16, 30),
+    ("torch._dynamo",): (12, 15),
+    ("torch._inductor.compile_fx",): (15, 29),
 }
-"""Megabytes of malloc's heap and of Python's objects that an import takes, of torch 2.13."""
-SHARED: Final = {"torch._dynamo": "torch.distributed.checkpoint"}
-"""The second module imports nothing large that the first one does not."""
+"""Megabytes of malloc's heap and of Python's objects that the first import of these takes, of torch
+2.13: what two modules have in common is a row."""
 
 SETTINGS: Final = "/sys/kernel/mm/transparent_hugepage"
 COLLAPSE: Final = 25  # MADV_COLLAPSE, asm-generic/mman-common.h
@@ -60,12 +59,13 @@ def reserve(modules: Iterable[str], meanwhile: Callable[[], None] | None = None)
 
 def _takes(modules: set[str]) -> tuple[int, int]:
     """Return the megabytes for malloc and for objects of what is not imported yet."""
-    heap = objects = 0
-    for name in modules & TAKES.keys() - sys.modules.keys():
-        part = SHARED.get(name)
-        there = TAKES[part] if part in modules | sys.modules.keys() and part else (0, 0)
-        heap, objects = heap + TAKES[name][0] - there[0], objects + TAKES[name][1] - there[1]
-    return heap, objects
+    there = sys.modules.keys()
+    found = [
+        size
+        for names, size in TAKES.items()
+        if not modules.isdisjoint(names) and there.isdisjoint(names)
+    ]
+    return sum(heap for heap, _ in found), sum(objects for _, objects in found)
 
 
 def _is_possible(libc: Any) -> bool:
@@ -102,9 +102,10 @@ def _reserve_objects(size: int, meanwhile: Callable[[], None] | None) -> list[tu
         objects += [bytes(OBJECT - b"".__sizeof__()) for _ in range(AT_ONCE)]
         if meanwhile is not None:
             meanwhile()
-    _kept.extend(objects[::AT_ONCE])
+    kept = objects[::AT_ONCE]
+    _kept.extend(kept)
     ranges: list[tuple[int, int]] = []
-    for at in sorted({id(one) // ARENA * ARENA for one in objects[::AT_ONCE]}):
+    for at in sorted({id(one) // ARENA * ARENA for one in kept}):
         if ranges and at <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], at + ARENA
         else:
