@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"torchrun"}),
 )
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, MODULES = 500, 45, 8, 3, 14
+FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, MODULES = 700, 60, 8, 3, 14
 FORBIDDEN_NAMES = frozenset(
     "util utils helper helpers common manager managers base misc master child generation".split()
 )
