@@ -67,7 +67,7 @@ def test_the_restarts_are_used_up_while_a_save_is_written(elaunch: Launcher) -> 
     """It is written out before the command ends, although a round could have loaded it."""
     job = Job(elaunch, "job", "aside", steps=4)
     agent = held_up(elaunch, job, "--max-restarts=0", words="die=1.2")
-    agent.wait_for_line("rank 1 was killed by SIGKILL; stopping", stream="stderr")
+    agent.wait_for_line("still writing out the save of step 2", checkpointing.DEADLINE, "stderr")
     (elaunch.directory / "go").touch()
     assert agent.wait(checkpointing.DEADLINE).returncode == 137
     assert [found.name for found in job.listed()] == ["step-00000002.r0"]

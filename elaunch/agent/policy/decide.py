@@ -54,10 +54,18 @@ def decide(state: State, event: events.Event) -> Decision:
     if arm is None or state.phase is Phase.ENDED:
         return NOTHING
     action, reason = arm(state, event)
-    if isinstance(action, Finish) and state.phase is Phase.MEETING and state.held:
-        # No round follows that could load it from there.
+    if isinstance(action, Finish) and _unsettled(state):
         return Settle(state.limits.shutdown_timeout, then=action, why=reason), ""
     return action, reason
+
+
+def _unsettled(state: State) -> bool:
+    """Whether memory may hold saves that nobody writes out yet: no round follows to load them."""
+    if state.finish is not None or not state.saves:
+        return False
+    if state.phase in (Phase.MEETING, Phase.FLUSHING):
+        return bool(state.held)
+    return state.phase in (Phase.RUNNING, Phase.SWEEPING)
 
 
 def _on_ready(state: State, event: events.ServerReady) -> Decision:
@@ -259,6 +267,8 @@ def _on_tree_gone(state: State, event: events.TreeGone) -> Decision:
 def _on_settled(state: State, event: events.SavesSettled) -> Decision:
     if event.round != state.round or state.phase is not Phase.FLUSHING:
         return NOTHING
+    if state.finish is not None and event.held:
+        return NOTHING  # news of the wait before the end: what is held is still to be committed
     return _after_tree(state)
 
 

@@ -584,6 +584,44 @@ TABLE: dict[str, Row] = {
         Finish(3),
         NO_PROGRESS,
     ),
+    "not when the wait before that reports what it still holds": (
+        ONCE,
+        (*HELD, chosen(None), *again(1), still_held(1), chosen(None), still_held(1)),
+        Nothing(),
+        "",
+    ),
+    "a signal during the first wait leaves nothing in memory": (
+        SAVING,
+        (*SAVED, gone(), TERM, still_held(0)),
+        Settle(30.0, then=Finish(7), why="rank 0 exited with code 7; no restart after SIGTERM"),
+        "",
+    ),
+    "a round that loads it cannot be started": (
+        SAVING,
+        (*HELD, chosen(None), events.WorkerNotStarted(1, 0, "no processes left")),
+        Settle(30.0, then=Finish(71), why="cannot start rank 0: no processes left"),
+        "",
+    ),
+    "and its end": (
+        SAVING,
+        (
+            *(*HELD, chosen(None), events.WorkerNotStarted(1, 0, "no processes left")),
+            events.SavesSettled(1),
+        ),
+        Finish(71),
+        "cannot start rank 0: no processes left",
+    ),
+    "a server that cannot be killed": (
+        SAVING,
+        (*SAVED, DEADLINE, DEADLINE),
+        Settle(
+            30.0,
+            then=Finish(7),
+            why="rank 0 exited with code 7; no restart: the server that starts the workers cannot "
+            "be killed: it hangs in the kernel",
+        ),
+        "",
+    ),
     "or when the storage has had its time": (
         ONCE,
         (*HELD, chosen(None), *again(1), still_held(1), chosen(None), DEADLINE),
