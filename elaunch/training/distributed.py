@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import math
 import os
 import threading
@@ -26,6 +27,8 @@ from elaunch.wire.progress import ProgressPage
 if TYPE_CHECKING:
     from elaunch.training.channel.channel import RankChannel
 
+INIT: Final = "elaunch.init()"
+"""Names the calls that it makes."""
 TIMEOUT_S: Final = 600.0
 """Seconds that a call waits for the other ranks where no other number is given."""
 _NUMBERS: Final = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -159,6 +162,7 @@ class DistributedContext:
         self._page: ProgressPage | None = None
         self._own_page: ProgressPage | None = None
         self._alone = 0
+        self._purpose = ""
         self.store = KeyStore(self, self.round_store)
         self._opening = threading.Lock()
         self._opened = self._closed = False
@@ -334,7 +338,18 @@ class DistributedContext:
             self._alone += 1
             self.note(f"{name} #{self._alone}")
             return None
-        return self._channel.call(scope, name, obj, seconds)
+        return self._channel.call(scope, name, obj, seconds, self._purpose)
+
+
+def for_purpose(distributed: DistributedContext, purpose: str) -> DistributedContext:
+    """Return these ranks, with ``purpose`` in the name of each call made through what is returned.
+
+    Calls for different purposes are different calls: ranks that meet in them get an error.
+    """
+    distributed.open()  # what is returned has what this has by now
+    found = copy.copy(distributed)
+    found._purpose = purpose
+    return found
 
 
 def checked_timeout(timeout: float) -> float:

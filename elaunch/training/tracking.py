@@ -52,6 +52,7 @@ from elaunch.runs.record import (
     new_worker,
 )
 from elaunch.runs.statedir import locked
+from elaunch.training.distributed import INIT, for_purpose
 from elaunch.training.launch import Placement
 
 if TYPE_CHECKING:
@@ -95,9 +96,16 @@ class Tracking:
 
         Blocks until they have. Raises RunDirError on all ranks of a node that has no place for it.
         """
-        ranks = self._distributed
-        found = _continued(ranks.placement.launcher)
-        run_id = ranks.broadcast(self._choose_id(found) if ranks.rank == 0 else None)
+        ranks = for_purpose(self._distributed, INIT)
+        found, problem, run_id = None, "", ""
+        try:
+            found = _continued(ranks.placement.launcher)
+            run_id = self._choose_id(found) if ranks.rank == 0 else ""
+        except (RunDirError, OSError) as error:
+            problem = str(error)
+        problem, run_id = ranks.broadcast((problem, run_id))
+        if problem:
+            raise RunDirError(problem)
         self.run_id, self.run_id_given = run_id, _is_chosen(ranks.placement, run_id)
         pids = ranks.gather_local((ranks.rank, os.getpid()))
         opened: tuple[str, str] | None = None

@@ -130,11 +130,15 @@ class RankChannel:
             self.close()
             raise
 
-    def call(self, scope: str, name: str, obj: Any, timeout: float) -> list[Any] | None:
+    def call(
+        self, scope: str, name: str, obj: Any, timeout: float, purpose: str = ""
+    ) -> list[Any] | None:
         """Do one call with all ranks of ``scope``; return the objects in order, None if none come.
 
-        Raises CollectiveError, ContextError.
+        Calls for different purposes are different calls. Raises CollectiveError, ContextError.
         """
+        plan = PLANS[name.removesuffix("_local")]
+        name = f"{name} of {purpose}" if purpose else name
         if not self._turn.acquire(blocking=False):
             self._refuse_unusable(name)
             raise ContextError(
@@ -146,7 +150,7 @@ class RankChannel:
             self._refuse_unusable(name)
             call = self._activity.enter(scope, name)
             self._page.note(str(call))
-            return self._run(call, obj, timeout)
+            return self._run(call, plan, obj, timeout)
         finally:
             self._page.spent_on(before)
             self._activity.now = None
@@ -212,10 +216,9 @@ class RankChannel:
             raise kind(f"{name}: the ranks are not connected any more since {text}", missing)
         raise kind(f"{name}: {text}")
 
-    def _run(self, call: Call, obj: Any, timeout: float) -> list[Any] | None:
+    def _run(self, call: Call, plan: CallPlan, obj: Any, timeout: float) -> list[Any] | None:
         assert self._mesh is not None
         until = time.monotonic() + timeout
-        plan = PLANS[call.name.removesuffix("_local")]
         exchange = Exchange(
             self._mesh, plan, call, until, name_of=self._name_of, shared=self._shared
         )

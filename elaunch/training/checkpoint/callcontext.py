@@ -192,27 +192,44 @@ class SaveRequest:
     Attributes:
         step: steps completed; the checkpoint's number.
         metadata: this rank's own; those of all ranks are merged.
-        keep: which checkpoints may go after the commit; None: the rule of the flags.
+        given: which checkpoints may go after the commit, as the script gave it.
         timeout: seconds that each wait for the other ranks may take; None: the context's.
         what: the call, for errors.
         size: bytes that this rank is about to write, as far as it knows; for errors.
         choose: returns, on rank 0, the steps to the next save, which all ranks are to know.
+        when_busy: while a save is in flight: "wait" for it, or "skip" this one.
     """
 
     step: int
     metadata: Any
-    keep: Keep | None = None
+    given: Keep | int | None = None
     timeout: float | None = None
     what: str = "save"
     size: int = 0
     choose: Callable[[], int] | None = None
+    when_busy: str = "wait"
+
+    @property
+    def keep(self) -> Keep | None:
+        """Which checkpoints may go after the commit; None: the rule of the flags.
+
+        Raises ContextError for what is no rule.
+        """
+        if self.given is None or isinstance(self.given, Keep):
+            return self.given
+        try:
+            return Keep(last=self.given)
+        except ValueError:
+            raise ContextError(
+                f"keep={self.given!r}: give an elaunch.Keep, how many of the newest stay, or None"
+            ) from None
 
 
 def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None) -> SaveRequest:
-    """Return what store_path is asked for; bad metadata is raised on all ranks, later."""
+    """Return what store_path is asked for; it is checked in the first step of all ranks."""
     step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
     number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
-    return SaveRequest(number, metadata, _rule(keep), timeout, "store_path")
+    return SaveRequest(number, metadata, keep, timeout, "store_path")
 
 
 def at_step(
@@ -223,23 +240,14 @@ def at_step(
     what: str,
 ) -> SaveRequest:
     """Return what the script asks for in a call that gets the step apart from the metadata."""
-    return SaveRequest(step, metadata_of(step, metadata), _rule(keep), timeout, what)
+    return SaveRequest(step, metadata_of(step, metadata), keep, timeout, what)
 
 
-def _rule(keep: Keep | int | None) -> Keep | None:
-    if keep is None or isinstance(keep, Keep):
-        return keep
-    try:
-        return Keep(last=keep)
-    except ValueError:
-        raise ContextError(
-            f"keep={keep!r}: give an elaunch.Keep, how many of the newest stay, or None"
-        ) from None
-
-
-def metadata_of(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def metadata_of(step: int, metadata: Any) -> Any:
     """Return user metadata with its step, for calls that get the step apart.
 
-    A ``steps_completed`` of the user's own stays, so that it is compared.
+    A ``steps_completed`` of the user's own stays, so that it is compared; so does what is no dict.
     """
-    return {layout.STEPS_COMPLETED: step, **dict(metadata or {})}
+    if metadata is not None and not isinstance(metadata, Mapping):
+        return metadata
+    return {layout.STEPS_COMPLETED: step, **(metadata or {})}

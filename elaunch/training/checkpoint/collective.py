@@ -35,11 +35,12 @@ from elaunch.checkpoint import layout, manifests, retention, shelves
 from elaunch.checkpoint.assemble import in_the_way
 from elaunch.checkpoint.records import Committed, Keep, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import Storage
-from elaunch.errors import CheckpointError, CollectiveError, RunDirError, SaveError
+from elaunch.errors import CheckpointError, CollectiveError, ContextError, RunDirError, SaveError
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
 from elaunch.training.checkpoint.together import FULL, together
 
 FLUSH_S: Final = 10.0
+BUSY: Final = ("wait", "skip")
 Write = Callable[[Stage], bytes | None]
 
 log = logging.getLogger("elaunch")
@@ -81,7 +82,7 @@ def begin(call: CallContext, request: SaveRequest) -> Stage:
     with together(call.distributed, what, request.timeout) as step:
         if call.known.read_only is not None:
             raise call.known.read_only
-        check_metadata(request)
+        check_request(request)
         if call.rank == 0:
             check_new(call, request.step)
         step.sent = (request.step, uuid.uuid4().hex)
@@ -242,8 +243,14 @@ def delete_one(storage: Storage, known: KnownCheckpoints, found: Committed) -> N
         storage.remove(found)
 
 
-def check_metadata(request: SaveRequest) -> None:
-    """Raise SaveError unless it is a dict for JSON with ``steps_completed``, which is the step."""
+def check_request(request: SaveRequest) -> None:
+    """Raise SaveError unless its metadata is a dict for JSON with ``steps_completed``, the step.
+
+    Raises ContextError for options that mean nothing.
+    """
+    _ = request.keep
+    if request.when_busy not in BUSY:
+        raise ContextError(f"when_busy={request.when_busy!r}: it is one of {', '.join(BUSY)}")
     if not isinstance(request.metadata, Mapping):
         raise SaveError(f"metadata is {request.metadata!r}: give a dict with steps_completed")
     step = request.metadata.get(layout.STEPS_COMPLETED)
@@ -321,13 +328,16 @@ def _save_once(
 
 def _make_room(call: CallContext, request: SaveRequest) -> bool:
     """Have rank 0 remove what may go; return on all ranks whether anything went."""
-    removed: list[str] = []
-    needed = sum(call.distributed.allgather(request.size, request.timeout))
-    if call.acts:
-        newest = call.known.newest
-        needed = max(needed, 0 if newest is None else newest.size)
-        removed = call.retiring.make_room(request.keep, needed, call.known.protected())
-    return any(call.distributed.allgather(bool(removed), request.timeout))
+    what, timeout = f"{request.what}, making room", request.timeout
+    with together(call.distributed, what, timeout) as step:
+        step.sent = request.size
+    needed = sum(step.received)
+    with together(call.distributed, what, timeout) as step:
+        if call.acts:
+            newest = call.known.newest
+            needed = max(needed, 0 if newest is None else newest.size)
+            step.sent = call.retiring.make_room(request.keep, needed, call.known.protected())
+    return any(step.received)
 
 
 @contextlib.contextmanager

@@ -285,17 +285,19 @@ class CheckpointContext:
         from elaunch.training.checkpoint import save as saves
 
         request = at_step(step, metadata, keep, timeout, "save")
+        request = dataclasses.replace(request, when_busy=when_busy)
         if every is not None and not self._schedule.is_due(every, request, self.latest):
             return SaveHandle(step)
         block = every is None if block is None else block
         with self._section():
             call, cache = self._session.together(timeout), self._cache()
             if every == "auto":
-                when_busy = "skip"
-                request = dataclasses.replace(request, choose=self._schedule.choose)
+                request = dataclasses.replace(
+                    request, choose=self._schedule.choose, when_busy="skip"
+                )
                 self._schedule.prepare(lambda: saves.reserve(call, cache, state, timeout))
             self._schedule.begin(step)
-            made = saves.save(call, cache, state, request, block, when_busy)
+            made = saves.save(call, cache, state, request, block)
             handle = made if isinstance(made, SaveHandle) else SaveHandle(step, made)
             self._schedule.note(call, handle)
             return made if every is None else handle
@@ -428,9 +430,10 @@ class CheckpointContext:
         """
         from elaunch.training.checkpoint.ddp import singlefile
 
-        singlefile.check_mode(mode)
-        call, wanted = restore.wanted(self._session, uuid, source, timeout=timeout, what="load_ddp")
-        return singlefile.load_chosen(call, wanted, state, (mode, strict))
+        call, wanted = restore.wanted(
+            self._session, uuid, source, timeout=timeout, what="load_ddp", mode=mode
+        )
+        return singlefile.load_chosen(call, wanted, state, strict)
 
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 

@@ -33,6 +33,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.verdict import expected_failure, seconds_between
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.together import together
+from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -244,6 +245,7 @@ class SaveInFlight(SaveHandle):
 
 Every = int | Literal["auto"]
 
+EVERY: Final = "save(every='auto')"
 FIRST: Final = 10
 """Steps before the first save by ``auto``: what a step takes is measured on them."""
 SAMPLES: Final = 5
@@ -325,7 +327,7 @@ class Schedule:
                 chosen = max(1, math.ceil((now - self._begun) / 2 / self._pace))
             elif chosen is None and call.rank == 0:
                 chosen = self.choose()
-            self._steps = handle._next_due or call.distributed.broadcast(chosen)
+            self._steps = handle._next_due or for_purpose(call.distributed, EVERY).broadcast(chosen)
             self._due = step + self._steps
             if call.rank == 0 and not handle.skipped:
                 self._costs[-1] = now - self._now

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch import env
 from elaunch.errors import CheckpointError, ElaunchError
+from elaunch.training.distributed import INIT, for_purpose
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.storage.storage import Committed, Location, Storage
@@ -72,7 +73,7 @@ def decide(
             mine = _look(distributed, info, run_id, given)
         except (ElaunchError, OSError, ImportError) as error:
             mine = Decided(problem=f"rank {distributed.rank}: {error}")
-    decisions = distributed.allgather(mine)
+    decisions = for_purpose(distributed, INIT).allgather(mine)
     if problem := next((one.problem for one in decisions if one.problem), ""):
         return Decided(problem=problem)
     found = [one.found for one in decisions if one.found is not None]
@@ -96,7 +97,9 @@ def _in_memory(
             mine = [shard_from_json(shard) for shard in answer["shards"]]
         except (OSError, ValueError, KeyError) as error:
             problem = f"rank {distributed.rank}: what its agent has in memory: {error}"
-    everyone: list[tuple[list[StagedShard], str]] = distributed.allgather((mine, problem))
+    everyone: list[tuple[list[StagedShard], str]] = for_purpose(distributed, INIT).allgather(
+        (mine, problem)
+    )
     if problem := next((one for _, one in everyone if one), ""):
         return Decided(problem=problem)
     shards = {shard.header.rank: shard for theirs, _ in everyone for shard in theirs}

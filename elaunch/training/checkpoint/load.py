@@ -44,7 +44,7 @@ from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.state import flatten, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState
-from elaunch.training.checkpoint.together import Step, together
+from elaunch.training.checkpoint.together import Step, agree, together
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
@@ -156,12 +156,12 @@ class _Loading:
             taken = frozenset(flat.leaves) | own.claimed
             step.sent = _fit(flat, own, taken, strict)
         self._check(step.received, taken, own, strict)
-        for key in [key for key in flat.leaves if key not in own.keys]:
-            del flat.leaves[key]
-        leaves = flat.leaves.values()
-        values = [leaf.key for leaf in leaves if not leaf.is_tensor]
-        wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
         with self._together() as step:
+            for key in [key for key in flat.leaves if key not in own.keys]:
+                del flat.leaves[key]
+            leaves = flat.leaves.values()
+            values = [leaf.key for leaf in leaves if not leaf.is_tensor]
+            wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
             reads = reading.plan(own.metadata, wanted, values)
             step.sent = self._recalled(reads.files)
         self._open(step)
@@ -215,7 +215,8 @@ class _Loading:
         unexpected = sorted(own.keys - taken) if strict else []
         if len({fit.taken for fit in fits}) > 1:
             keys = sorted(own.keys)  # a bit for each says which of them a rank leaves
-            lefts = self._call.distributed.allgather(_bits(keys, unexpected), self._timeout)
+            bits = _bits(keys, unexpected)
+            lefts = agree(self._call.distributed, WHAT, None, bits, self._timeout)
             left = functools.reduce(operator.and_, lefts)
             unexpected = [key for at, key in enumerate(keys) if left >> at & 1]
         problems = [

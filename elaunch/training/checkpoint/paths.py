@@ -29,7 +29,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from elaunch.checkpoint.layout import TEMPORARY
 from elaunch.checkpoint.probe import unseen_in
@@ -40,8 +40,8 @@ from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
 from elaunch.training.checkpoint.collective import (
     begin,
     called,
-    check_metadata,
     check_new,
+    check_request,
     check_steps,
     commit_alone,
     discard,
@@ -53,7 +53,7 @@ from elaunch.training.checkpoint.collective import (
     new_stage,
     writing,
 )
-from elaunch.training.checkpoint.together import agree, problem_text
+from elaunch.training.checkpoint.together import agree, problem_text, together
 
 log = logging.getLogger("elaunch")
 
@@ -64,7 +64,8 @@ SEEN_S: Final = 1.0
 def open_path(call: CallContext, request: SaveRequest) -> Path:
     """Begin a save and return the directory that all ranks that share it write to."""
     stage = begin(call, request)
-    path = call.storage.open_stage(stage)
+    with together(call.distributed, called(request, stage), request.timeout):
+        path = call.storage.open_stage(stage)
     call.known.staged[str(path)] = stage
     return path
 
@@ -74,10 +75,13 @@ def commit_path(call: CallContext, path: str | os.PathLike[str], request: SaveRe
 
     Raises SaveError, on all ranks, and leaves the files where they are.
     """
-    source = Path(path).absolute()
-    stage = call.known.staged.get(str(source))
-    kinds = agree(call.distributed, request.what, None, (stage, request.step), request.timeout)
-    check_steps(request.what, [step for _, step in kinds])
+    with together(call.distributed, request.what, request.timeout) as step:
+        check_request(request)
+        source = Path(path).absolute()
+        stage = call.known.staged.get(str(source))
+        step.sent = (stage, request.step)
+    kinds = step.received
+    check_steps(request.what, [number for _, number in kinds])
     if any(kind != kinds[0][0] for kind, _ in kinds):
         raise SaveError(
             f"{request.what}: some ranks give the path of stage_path() and others another one"
@@ -96,14 +100,9 @@ def _commit_staged(call: CallContext, root: Path, stage: Stage, request: SaveReq
         lists = True
     elif call.local:
         lists = call.is_node_chief
-    # Nobody lists before all have written.
-    try:
-        call.distributed.barrier(request.timeout)
-    except CollectiveError:
-        discard(call, stage, agreed=False)
-        raise
 
     def write() -> bytes:
+        # All have written: commit_path has just met all ranks.
         files = call.storage.own_files(stage) if lists else []
         return call.storage.write_manifest(stage, header_of(call, request), files)
 
@@ -123,10 +122,10 @@ def _commit_other(call: CallContext, source: Path, request: SaveRequest) -> Comm
         return call.storage.write_manifest(stage, header_of(call, request), files, below=own)
 
     committed = finish(call, request, stage, write)
-    if leads:
-        _remove(source)
     # A rank that writes to the same path again must not meet its removal.
-    call.distributed.barrier(request.timeout)
+    with together(call.distributed, f"{called(request, stage)}, tidying up", request.timeout):
+        if leads:
+            _remove(source)
     return committed
 
 
@@ -164,20 +163,24 @@ def _leads(call: CallContext, source: Path, request: SaveRequest) -> bool:
     that finds nothing there has nothing to list.
     """
     what = f"{request.what}, looking at what was written"
-    mine = (str(source), source.exists(), uuid.uuid4().hex)
-    found = agree(call.distributed, what, None, mine, request.timeout)
+    with together(call.distributed, what, request.timeout) as step:
+        step.sent = mine = (str(source), source.exists(), uuid.uuid4().hex)
+    found = step.received
     if not any(exists for _, exists, _ in found):
         raise SaveError(f"{request.what}: nothing is at {found[0][0]}, on no rank")
     first = next((rank for rank, each in enumerate(found) if each[:2] == (mine[0], True)), None)
-    mark, left = None, False
-    if first is not None:
-        mark = (source if source.is_dir() else source.parent) / f"{TEMPORARY}{found[first][2]}"
+    mark, left, sees = None, False, False
     try:
-        left = mark is not None and first == call.rank and _left(mark)
-        marked = any(agree(call.distributed, what, None, left, request.timeout))
-        sees = marked and mark is not None and mine[1] and _sees(mark)
-        view = (mine[0], call.distributed.cross_rank, mine[1], sees)
-        views: list[Any] = agree(call.distributed, what, None, view, request.timeout)
+        with together(call.distributed, what, request.timeout) as step:
+            if first is not None:
+                above = source if source.is_dir() else source.parent
+                mark = above / f"{TEMPORARY}{found[first][2]}"
+            step.sent = left = mark is not None and first == call.rank and _left(mark)
+        marked = any(step.received)
+        with together(call.distributed, what, request.timeout) as step:
+            sees = marked and mark is not None and mine[1] and _sees(mark)
+            step.sent = view = (mine[0], call.distributed.cross_rank, mine[1], sees)
+        views = step.received
     finally:
         if mark is not None and left:
             mark.unlink(missing_ok=True)
@@ -223,7 +226,7 @@ def store_alone(call: CallContext, request: SaveRequest) -> Iterator[tuple[Path,
     """Store what rank 0 writes in the block; no other rank takes part."""
     if call.known.read_only is not None:
         raise call.known.read_only
-    check_metadata(request)
+    check_request(request)
     check_new(call, request.step)
     stage = new_stage(call, request.step)
     try:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from elaunch.checkpoint import layout, retention
 from elaunch.checkpoint.search import elsewhere
@@ -31,13 +31,15 @@ from elaunch.errors import (
     SaveError,
 )
 from elaunch.training.checkpoint import where
-from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, newer
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, Mode, newer
 from elaunch.training.checkpoint.handle import LONGER_S
 from elaunch.training.checkpoint.latest import newest
 from elaunch.training.checkpoint.together import together
+from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
     from elaunch.training.checkpoint.session import CheckpointSession
+    from elaunch.training.distributed import DistributedContext
 
 LOOKING: Final = "looking for the latest checkpoint"
 LOOK_S: Final = 0.1
@@ -108,12 +110,21 @@ class Wanted:
         source: what to begin from where there is no latest.
         timeout: seconds that each wait for the other ranks may take.
         what: the call, for errors.
+        mode: of load_ddp.
     """
 
     which: Which | None
     source: str | os.PathLike[str] | None
     timeout: float | None
     what: str
+    mode: Mode = "all"
+
+    def check(self) -> None:
+        """Raise ContextError for a request that means nothing."""
+        if self.which is not None and self.source is not None:
+            raise ContextError("uuid and source were given: the one says which, always")
+        if self.mode not in get_args(Mode):
+            raise ContextError(f"mode={self.mode!r}: one of {', '.join(get_args(Mode))}")
 
 
 def wanted(
@@ -123,13 +134,14 @@ def wanted(
     *,
     timeout: float | None,
     what: str,
+    mode: Mode = "all",
 ) -> tuple[CallContext, Wanted]:
     """Return what a call reads, and the context to read it with. ALL ranks call it together."""
     call = session.together(timeout)
     if which is None:
         session.ask_for_latest()
         source = session.info.init_from if source is None else source
-    return call, Wanted(which, source, timeout, what)
+    return call, Wanted(which, source, timeout, what, mode)
 
 
 def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
@@ -139,14 +151,12 @@ def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | 
     CheckpointError, on all of them, if they ask for different ones, or for one that is not there or
     damaged.
     """
-    if wanted.which is not None and wanted.source is not None:
-        raise ContextError(f"{wanted.what}: uuid and source were given: the one says which, always")
     if wanted.which is not None:
-        return _chosen(call, named(call.storage, wanted.which), wanted)
+        return _chosen(call, wanted)
     found = _latest_of_all(call, wanted)
     if found is not None or wanted.source is None:
         return call, found
-    there, found = _chosen(call, str(_place(wanted.source)), wanted)
+    there, found = _chosen(call, wanted)
     if found is not None and call.rank == 0:
         log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
     return there, None if found is None else replace(found, step=0)
@@ -189,16 +199,22 @@ def _put_aside(
             where.put_aside(call.storage, found, str(damage))
 
 
-def _place(source: str | os.PathLike[str]) -> Location:
+def _asked(call: CallContext, wanted: Wanted) -> str:
+    """Return the name, path or URL of what is asked for; raise ContextError where it is none."""
+    which, source = wanted.which, wanted.source
+    if which is not None:
+        return named(call.storage, which)
     try:
-        return parse_location(os.fspath(source))
+        return str(parse_location(os.fspath(source or "")))
     except (TypeError, ValueError) as error:
         raise ContextError(f"source={source!r}: {error}") from None
 
 
-def _chosen(call: CallContext, name: str, wanted: Wanted) -> tuple[CallContext, Committed | None]:
+def _chosen(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
     with together(call.distributed, wanted.what, wanted.timeout, CheckpointError) as step:
+        wanted.check()
+        name = _asked(call, wanted)
         step.sent = (name, _named(call, name) if call.rank == 0 else None)
     _check_asked(wanted.what, [asked for asked, _ in step.received])
     above, chosen = step.received[0][1]
@@ -216,6 +232,7 @@ def _latest_of_all(call: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
     timeout = wanted.timeout
     with together(call.distributed, wanted.what, timeout, CheckpointError) as step:
+        wanted.check()
         step.sent = (None, _latest(call) if call.rank == 0 else None)
     _check_asked(wanted.what, [asked for asked, _ in step.received])
     chosen: Committed | None
@@ -327,8 +344,8 @@ def opened(call: CallContext, found: Committed, timeout: float | None, what: str
             if fetches:
                 path = stack.enter_context(_at(call, found))
         if at_url:
-            path = call.distributed.broadcast_local(path, timeout)
-            stack.push(_leave_together(call, timeout))
+            path = for_purpose(call.distributed, what).broadcast_local(path, timeout)
+            stack.push(_leave_together(for_purpose(call.distributed, what), timeout))
         assert path is not None  # fetched, or sent by the node's first rank
         yield Path(path)
 
@@ -405,13 +422,13 @@ def _kept(found: Committed) -> Iterator[None]:
         yield
 
 
-def _leave_together(call: CallContext, timeout: float | None) -> Any:
+def _leave_together(ranks: DistributedContext, timeout: float | None) -> Any:
     """Return what keeps the node's copy until all its ranks have left the block."""
 
     def leave(kind: Any, error: BaseException | None, traceback: Any) -> bool:
         del kind, traceback
         try:
-            call.distributed.barrier_local(timeout)
+            ranks.barrier_local(timeout)
         except CollectiveError:
             if error is None:
                 raise

@@ -30,26 +30,28 @@ import torch
 
 from elaunch import text
 from elaunch.checkpoint.assemble import merge_metadata
-from elaunch.checkpoint.storage.storage import Committed, Image, Stage
-from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
+from elaunch.checkpoint.storage.storage import Committed, Stage
+from elaunch.errors import CheckpointError, CollectiveError, SaveError
 from elaunch.training.checkpoint import collective
 from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest, metadata_of
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as shardfile
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as writeplan
-from elaunch.training.checkpoint.handle import LONGER_S, Busy, SaveHandle, SaveInFlight, await_saver
+from elaunch.training.checkpoint.handle import LONGER_S, SaveHandle, SaveInFlight, await_saver
 from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
-from elaunch.training.checkpoint.together import together
+from elaunch.training.checkpoint.together import agree, together
+from elaunch.training.distributed import for_purpose
 from elaunch.wire.worker import StagedShard
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
     from elaunch.training.checkpoint.saver import AgentSaverClient
 
 __all__ = ["SaveCache", "reserve", "save", "wait"]
 
-BUSY: Final = ("wait", "skip")
 Filled = tuple[shardfile.Content, bytes | None]
 _PLANS: Final = 4
 """Shapes of states whose plans are remembered."""
@@ -133,6 +135,7 @@ class PreparedState:
     """A prepared state, to be planned."""
 
     flat: FlatState
+    planner: DefaultSavePlanner
     packed: dict[str, bytes]
     signature: writeplan.Signature
     known: PreparedPlan | None
@@ -147,7 +150,6 @@ def save(
     state: Mapping[str, Any],
     request: SaveRequest,
     block: bool = True,
-    when_busy: Busy = "wait",
 ) -> Committed | SaveHandle:
     """Save ``state``; ALL ranks call it together.
 
@@ -157,7 +159,6 @@ def save(
         state: see elaunch.training.checkpoint.state.flatten.
         request: step, metadata, what may go after the commit.
         block: return when it is committed; else when all ranks' shards are in their agents' memory.
-        when_busy: if a save is in flight with ``block=False``: "wait" for it, or "skip" this one.
 
     Returns:
         What was committed; with ``block=False`` a handle of the save.
@@ -166,18 +167,23 @@ def save(
         SaveError: on all ranks, with the ranks and reasons: nothing was committed, or the save that
             was in flight came to nothing.
     """
-    if when_busy not in BUSY:
-        raise ContextError(f"when_busy={when_busy!r}: it is one of {', '.join(BUSY)}")
     if not block and not call.foreground and call.saver is not None:
-        return _save_in_background(call, cache, state, request, when_busy)
+        return _save_in_background(call, cache, state, request)
     if not block:
         _warn_once(call, cache)
     if cache.in_flight is not None:
         wait(call, cache, request.timeout)
     ready, offers = _offered(call, cache, state, request, block=block)
-    content, metadata = _planned(call, cache, ready, offers, request)
+    known = _planned(call, cache, ready, offers, request)
+
+    def write(stage: Stage) -> bytes:
+        content, metadata = _filled(ready, known)
+        images = shardfile.images(content, call.rank, metadata)
+        return call.storage.write_shard(stage, collective.header_of(call, request), images)
+
+    request = dataclasses.replace(request, size=known.plan.portion.size(ready.lengths))
     stage = collective.new_stage(call, request.step, offers[0].uuid)
-    done = _write(call, request, stage, shardfile.images(content, call.rank, metadata))
+    done = collective.save_together(call, request, write, stage=stage)
     return done if block else SaveHandle(request.step, done)
 
 
@@ -205,10 +211,10 @@ def reserve(
     """
     request = SaveRequest(0, metadata_of(0, None), None, timeout, "reserve")
     ready, offers = _offered(call, cache, state, request)
-    content, metadata = _planned(call, cache, ready, offers, request)
+    known = _planned(call, cache, ready, offers, request)
     with together(call.distributed, request.what, timeout):
         if not call.foreground and call.saver is not None:
-            _memory(call.saver, cache, content, metadata)
+            _memory(call.saver, cache, *_filled(ready, known))
 
 
 def _warn_once(call: CallContext, cache: SaveCache) -> None:
@@ -309,7 +315,7 @@ def _prepared(
     if call.known.read_only is not None:
         raise call.known.read_only
     writeplan.check_group(call.distributed, request.what)
-    collective.check_metadata(request)
+    collective.check_request(request)
     if call.rank == 0:
         collective.check_new(call, request.step)
     flat = flatten(state, call.rank)
@@ -327,7 +333,7 @@ def _prepared(
         lengths if changed else None,
         known.plan.compared.summed(call.rank, digests) if known else b"",
     )
-    return PreparedState(flat, packed, signature, known, lengths, digests, offer)
+    return PreparedState(flat, flat.planner(), packed, signature, known, lengths, digests, offer)
 
 
 def _digests(flat: FlatState, packed: Mapping[str, bytes]) -> bytes:
@@ -342,59 +348,51 @@ def _planned(
     ready: PreparedState,
     offers: list[Offer],
     request: SaveRequest,
-) -> Filled:
-    """Return the content of this rank's shard, and ``.metadata`` on rank 0. ALL ranks call it.
+) -> PreparedPlan:
+    """Return the plan that all ranks write by. ALL ranks call it.
 
     Raises SaveError, on all ranks; also where the digests of what has to be equal differ.
     """
-    planner, distributed = ready.flat.planner(), call.distributed
+    distributed, timeout = call.distributed, request.timeout
     known, summed = ready.known, [offer.digests for offer in offers]
     if known is None or any(offer.plan != known.plan.number for offer in offers):
-        known = _planned_anew(call, cache, ready, planner, request.timeout)
-        own_sum = known.plan.compared.summed(call.rank, ready.digests)
-        summed = distributed.allgather(own_sum, request.timeout)
+        known = _planned_anew(call, cache, ready, timeout)
+        with together(distributed, f"{request.what}, comparing", timeout) as step:
+            step.sent = known.plan.compared.summed(call.rank, ready.digests)
+        summed = step.received
     else:
         for rank, offer in enumerate(offers):
             if offer.lengths is not None:
                 known.everyone[rank], known.metadata = offer.lengths, b""
     known.sent = ready.lengths
-    suspects = {}
     if not known.plan.compared.are_equal(summed):
-        suspects = known.plan.compared.differing(
-            distributed.allgather(ready.digests, request.timeout)
+        own = (leaf.value for leaf in ready.flat.leaves.values() if not leaf.is_tensor)
+        every = agree(distributed, f"{request.what}, comparing", None, ready.digests, timeout)
+        compare.settle(
+            distributed, known.plan.compared.differing(every), ready.packed, timeout, own
         )
-    own = (leaf.value for leaf in ready.flat.leaves.values() if not leaf.is_tensor)
-    compare.settle(distributed, suspects, ready.packed, request.timeout, own)
-    content = shardfile.Content(known.plan, planner, ready.packed, ready.lengths)
-    if known.plan.metadata is None:
+    return known
+
+
+def _filled(ready: PreparedState, known: PreparedPlan) -> Filled:
+    """Return the content of this rank's shard, and ``.metadata`` on rank 0."""
+    plan = known.plan
+    content = shardfile.Content(plan, ready.planner, ready.packed, ready.lengths)
+    if plan.metadata is None:
         return content, None
     if not known.metadata:
-        plan = known.plan
         known.metadata = shardfile.metadata_file(plan.metadata, plan.world, known.everyone)
     return content, known.metadata
 
 
 def _planned_anew(
-    call: CallContext, cache: SaveCache, ready: PreparedState, planner: Any, timeout: float | None
+    call: CallContext, cache: SaveCache, ready: PreparedState, timeout: float | None
 ) -> PreparedPlan:
-    number = cache.next_number()
-    plan = writeplan.make(call.distributed, ready.flat, planner, number, timeout)
-    everyone = call.distributed.gather(ready.lengths, timeout)
+    plan = writeplan.make(call.distributed, ready.flat, ready.planner, cache.next_number(), timeout)
+    everyone = for_purpose(call.distributed, writeplan.WHAT).gather(ready.lengths, timeout)
     known = PreparedPlan(plan, {}, everyone or [{} for _ in range(call.distributed.size)])
     cache.add(ready.signature, known)
     return known
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _write(call: CallContext, request: SaveRequest, stage: Stage, files: list[Image]) -> Committed:
-    sized = dataclasses.replace(request, size=sum(image.size for image in files))
-
-    def write(stage: Stage) -> bytes:
-        return call.storage.write_shard(stage, collective.header_of(call, sized), files)
-
-    return collective.save_together(call, sized, write, stage=stage)
 
 
 # ── the agent's memory ───────────────────────────────────────────────────────────────────────────
@@ -405,12 +403,11 @@ def _save_in_background(
     cache: SaveCache,
     state: Mapping[str, Any],
     request: SaveRequest,
-    when_busy: Busy,
 ) -> SaveHandle:
     """Have the agents save ``state``; return when all ranks' shards are staged."""
     saver = call.saver
     assert saver is not None  # asked by the caller
-    waits = when_busy == "wait"
+    waits = request.when_busy != "skip"
     while True:  # where the storage hangs, the agents end the wait with an error
         ready, offers = _offered(call, cache, state, request, waits=waits, block=False)
         if not any(offer.busy for offer in offers):
@@ -420,7 +417,7 @@ def _save_in_background(
     if before := cache.in_flight:
         before.settle(offers[0].last)
     try:
-        filled = _planned(call, cache, ready, offers, request)
+        known = _planned(call, cache, ready, offers, request)
     except (CheckpointError, CollectiveError):
         _give_up(call)
         raise
@@ -428,6 +425,7 @@ def _save_in_background(
     try:
         what = f"{collective.called(request, stage)}, copying"
         with together(call.distributed, what, request.timeout) as step:
+            filled = _filled(ready, known)
             memory = _memory(saver, cache, *filled)
             saver.staged(_copied(call, request, stage, filled, memory))
             step.sent = request.choose() if request.choose and call.rank == 0 else None

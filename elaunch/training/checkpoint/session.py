@@ -130,9 +130,9 @@ class CheckpointSession:
         where.check_shared(self.distributed, self.storage, self.local, timeout)
         with together(self.distributed, what, timeout) as step:
             made = self._call or self._made(self._owner)
+            if self.distributed.rank == 0 and not (self.by_agent or self.local):
+                self._note_finished(made)
             step.sent = made.foreground
-        if self.distributed.rank == 0 and not (self.by_agent or self.local):
-            self._note_finished(made)
         self._call = replace(made, foreground=_foreground(self.info, step.received))
         if self._call.foreground and self._call.foreground != NO_AGENT and self._call.rank == 0:
             log.warning("%s: the workers write checkpoints themselves", self._call.foreground)

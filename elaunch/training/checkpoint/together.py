@@ -22,16 +22,20 @@ from elaunch import text
 from elaunch.errors import (
     CheckpointError,
     CollectiveError,
+    ContextError,
     DamageError,
     ElaunchError,
     SaveError,
 )
+from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
 
 Result = TypeVar("Result")
 
+CHECKPOINT: Final = "ctx.checkpoint"
+"""Names these allgathers, so that none of the script's own is taken for one of them."""
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 NAMED: Final = 8
 """Different problems that an error lists."""
@@ -41,14 +45,14 @@ NAMED: Final = 8
 class StepOutcome:
     """One rank's outcome of a step, sent to all others at its end.
 
-    ``damage`` is the class of its problem, where that is a DamageError.
+    ``kind`` is the class of its problem, where that is a DamageError or a ContextError.
     """
 
     what: str
     problem: str
     full: bool
     lost: bool
-    damage: type[DamageError] | None
+    kind: type[ElaunchError] | None
     host: str
     payload: Any
 
@@ -155,21 +159,23 @@ def agree(
             its cause is this rank's own. A SaveError tells whether a disk is full (``no_room``),
             and whether the save that was in flight came to nothing (``lost``).
         DamageError: on all ranks, if one has found damage: of its class, with its text.
+        ContextError: on all ranks: those with a problem were called wrongly.
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
     lost = isinstance(problem, SaveError) and problem.lost
-    damage = type(problem) if isinstance(problem, DamageError) else None
+    kind = type(problem) if isinstance(problem, DamageError | ContextError) else None
     host = socket.gethostname()
-    own = StepOutcome(what, problem_text(problem), _full(problem), lost, damage, host, payload)
+    own = StepOutcome(what, problem_text(problem), _full(problem), lost, kind, host, payload)
     try:
-        outcomes = distributed.allgather(own, timeout)
+        outcomes = for_purpose(distributed, CHECKPOINT).allgather(own, timeout)
     except CollectiveError as lost:
         raise type(lost)(f"{what}: {lost}", lost.missing) from None
     _check_calls(outcomes)
     _check_damage(outcomes, problem)
     if failed := [rank for rank, outcome in enumerate(outcomes) if outcome.problem]:
         text = f"{what}: {_problems(outcomes, failed)}"
-        raised = error(text)
+        misused = all(outcomes[rank].kind is ContextError for rank in failed)
+        raised = ContextError(text) if misused else error(text)
         if isinstance(raised, SaveError):
             raised.no_room = any(outcomes[rank].full for rank in failed)
             raised.lost = any(outcomes[rank].lost for rank in failed)
@@ -192,22 +198,15 @@ def _full(problem: BaseException | None) -> bool:
 
 def _check_damage(outcomes: Sequence[StepOutcome], problem: BaseException | None) -> None:
     """Raise the damage that a rank has found, on all ranks the same."""
-    found = [(one.damage, one.problem) for one in outcomes if one.damage is not None]
+    kinds = [(one.kind, one.problem) for one in outcomes if one.kind is not None]
+    found = [(kind, text) for kind, text in kinds if issubclass(kind, DamageError)]
     if found:  # of files first: there is nothing else that they could be read from
         kind, text = min(found, key=lambda one: (one[0] is not DamageError, one[1]))
         raise kind(text) from problem
 
 
-def _check_calls(outcomes: Sequence[Any]) -> None:
+def _check_calls(outcomes: Sequence[StepOutcome]) -> None:
     """Raise on all ranks unless all of them make the same call of the checkpoint API."""
-    foreign = [
-        rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, StepOutcome)
-    ]
-    if foreign:
-        raise CheckpointError(
-            f"rank {foreign[0]} makes a call of ctx.distributed, others one of ctx.checkpoint: all "
-            "ranks make the same calls in the same order"
-        )
     calls = {outcome.what: rank for rank, outcome in reversed(list(enumerate(outcomes)))}
     if len(calls) > 1:
         made = "; ".join(

@@ -266,7 +266,9 @@ os._exit(0)
 """
     job = start(script, 2)
     said = json.loads(job.ends(0)[1])
-    assert said.startswith("CollectiveTimeout: opening the checkpoint directory: allgather #")
+    assert said.startswith(
+        "CollectiveTimeout: opening the checkpoint directory: allgather of ctx.checkpoint #"
+    )
     assert "rank 1 (host " in said
 
 
@@ -361,5 +363,6 @@ say(json.dumps([first, second, [each.step for each in ck.list()],
     ended = start(script, 2, env=env).said()
     assert ended[0] == ended[1]
     assert ended[0][:3] == [[20, 30, 40], [20, 50], [50, 60]]
-    assert ended[0][3].startswith("ContextError: keep='all': give an elaunch.Keep")
+    assert ended[0][3].startswith("ContextError: store_path: "), ended[0][3]
+    assert "keep='all': give an elaunch.Keep" in ended[0][3]
     assert ended[0][4] == 2  # for a process that commits it in the place of one that has died

@@ -11,9 +11,10 @@ torch spreads the rest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.state.compare import ComparedKeys
 from elaunch.training.checkpoint.state.flatten import FlatState, KeyPath
 from elaunch.training.checkpoint.together import together
+from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
 
+WHAT: Final = "planning a save"
 Signature = tuple[Hashable, ...]
 Box = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a piece of a tensor."""
@@ -58,6 +61,11 @@ class Portion:
 
     tensors: tuple[tuple[MetadataIndex, Box], ...]
     values: tuple[str, ...]
+
+    def size(self, lengths: Mapping[str, int]) -> int:
+        """Return about how many bytes it has; ``lengths`` are those of the values' archives."""
+        boxes = [int(dtype.itemsize) * math.prod(shape) for _, (dtype, shape) in self.tensors]
+        return sum(boxes) + sum(lengths[key] for key in self.values)
 
 
 @dataclass(frozen=True)
@@ -121,13 +129,12 @@ def make(
     timeout: float | None,
 ) -> WritePlan:
     """Plan together. ALL ranks call it; raises SaveError on all of them if they contradict."""
-    what = "planning a save"
     world: tuple[Portion, ...] = ()
     metadata: Metadata | None = None
-    with together(distributed, what, timeout):
+    with together(distributed, WHAT, timeout):
         proposal = _propose(flat, planner)
-    proposals = distributed.gather(proposal, timeout)
-    with together(distributed, what, timeout) as step:
+    proposals = for_purpose(distributed, WHAT).gather(proposal, timeout)
+    with together(distributed, WHAT, timeout) as step:
         if proposals is not None:
             chosen, compared, world, metadata = _decide(proposals)
             step.sent = (chosen, compared)

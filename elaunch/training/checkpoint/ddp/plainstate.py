@@ -36,7 +36,7 @@ from elaunch.training.checkpoint.dcp.metadata import key_of
 from elaunch.training.checkpoint.state import compare, kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.compare import differing, digest, split
 from elaunch.training.checkpoint.state.perrank import PerRank
-from elaunch.training.checkpoint.together import guarded
+from elaunch.training.checkpoint.together import agree, guarded, together
 from elaunch.training.distributed import DistributedContext
 
 _STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -196,7 +196,7 @@ def check_same(
 
     Call it where the digests of the ranks' summaries are not the same.
     """
-    everyone = distributed.allgather(summary, timeout)
+    everyone = agree(distributed, what, None, summary, timeout)
     problems = _differences([one.kinds for one in everyone])
     if problems:
         raise SaveError(
@@ -205,7 +205,8 @@ def check_same(
             "each has of its own"
         )
     suspects = differing([one.compared for one in everyone], [one.digests for one in everyone])
-    packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
+    with together(distributed, what, timeout):
+        packed = {key: archives.pack(made.values[key]) for key in suspects if key in made.values}
     compare.settle(distributed, suspects, packed, timeout, made.values.values())
 
 

@@ -56,7 +56,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elaunch.checkpoint.storage.storage import Committed, Stage
-from elaunch.errors import CheckpointError, ContextError
+from elaunch.errors import CheckpointError
 from elaunch.text import listed
 from elaunch.training.checkpoint import restore
 from elaunch.training.checkpoint.callcontext import CallContext, Mode, SaveRequest
@@ -66,6 +66,7 @@ from elaunch.training.checkpoint.ddp import plainstate
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
 from elaunch.training.checkpoint.together import guarded, os_error_behind, together
+from elaunch.training.distributed import for_purpose
 
 SHOWN: Final = 10
 _OWN_LOADING: Final = "_load_from_state_dict"
@@ -286,7 +287,6 @@ def _unwrapped(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 FILE: Final = "state.pt"
-MODES: Final = ("all", "broadcast", "sequential")
 
 
 def save(call: CallContext, state: Mapping[str, Any], request: SaveRequest) -> Committed:
@@ -320,14 +320,14 @@ def save(call: CallContext, state: Mapping[str, Any], request: SaveRequest) -> C
 
 
 def load_chosen(
-    call: CallContext, wanted: restore.Wanted, state: Mapping[str, Any], how: tuple[Mode, bool]
+    call: CallContext, wanted: restore.Wanted, state: Mapping[str, Any], strict: bool
 ) -> Committed | None:
     """Choose a checkpoint and :func:`load` it. ALL ranks call it together."""
 
     def use(there: CallContext, found: Committed) -> None:
-        load(there, state, found, how, wanted.timeout)
+        load(there, state, found, (wanted.mode, strict), wanted.timeout)
 
-    return restore.read(call, wanted, how[1], use)
+    return restore.read(call, wanted, strict, use)
 
 
 def load(
@@ -355,12 +355,6 @@ def load(
         put()
 
 
-def check_mode(mode: str) -> None:
-    """Raise ContextError for a mode that there is not."""
-    if mode not in MODES:
-        raise ContextError(f"mode={mode!r}: one of {', '.join(MODES)}")
-
-
 def _write(content: Mapping[Any, Any], path: Path) -> None:
     """Write the file; a disk that is full is an OSError, which torch hides behind its own."""
     try:
@@ -373,12 +367,17 @@ def _write(content: Mapping[Any, Any], path: Path) -> None:
 def _read(call: CallContext, found: Committed, mode: Mode, timeout: float | None, what: str) -> Any:
     """Return the file's content on every rank, read by those whom ``mode`` lets."""
     loaded: Any = None
-    with restore.opened(call, found, timeout, what) as place:
+    with (
+        restore.opened(call, found, timeout, what) as place,
+        together(call.distributed, what, timeout, CheckpointError),
+        _turn(call, mode, timeout),
+    ):
         path = place if place.is_file() else place / FILE
-        with together(call.distributed, what, timeout, CheckpointError), _turn(call, mode, timeout):
-            if mode != "broadcast" or call.rank == 0:
-                loaded = _load(path, _manifests(found, path))
-    return call.distributed.broadcast(loaded, timeout) if mode == "broadcast" else loaded
+        if mode != "broadcast" or call.rank == 0:
+            loaded = _load(path, _manifests(found, path))
+    if mode == "broadcast":
+        loaded = for_purpose(call.distributed, what).broadcast(loaded, timeout)
+    return loaded
 
 
 @contextmanager
@@ -387,13 +386,14 @@ def _turn(call: CallContext, mode: Mode, timeout: float | None) -> Iterator[None
     before, after = call.rank, call.distributed.size - call.rank
     if mode != "sequential":
         before = after = 0
+    ranks = for_purpose(call.distributed, "load_ddp")
     for _ in range(before):
-        call.distributed.barrier(timeout)
+        ranks.barrier(timeout)
     try:
         yield
     finally:
         for _ in range(after):
-            call.distributed.barrier(timeout)
+            ranks.barrier(timeout)
 
 
 def _manifests(found: Committed, path: Path) -> Path | None:

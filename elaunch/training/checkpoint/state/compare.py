@@ -39,10 +39,11 @@ from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.flatten import BUFFER, OWN, FlatState, Values, flatten
-from elaunch.training.checkpoint.together import guarded, together
+from elaunch.training.checkpoint.together import agree, guarded, together
 from elaunch.training.distributed import DistributedContext
 
 WHAT: Final = "check_same"
+COMPARING: Final = "comparing the ranks' values"
 
 
 def check_same(
@@ -57,7 +58,7 @@ def check_same(
         step.sent = digest(repr(sorted(digests.items())).encode())
     if len(set(step.received)) == 1:
         return
-    everyone = distributed.allgather(digests, timeout)
+    everyone = agree(distributed, WHAT, None, digests, timeout)
     for key in dict.fromkeys(key for held in everyone for key in held):
         own = {rank: held[key] for rank, held in enumerate(everyone) if key in held}
         most = Counter(own.values()).most_common(1)[0][0]
@@ -230,11 +231,23 @@ def settle(
 
     ``own_values``: of this rank's state; values of their classes are compared.
     """
-    if not suspects:
-        return
     own = {key: packed[key] for key in suspects if key in packed}
-    everyone = distributed.allgather(own, timeout)
-    also = unpickling.named_by(own_values)
+    everyone = agree(distributed, COMPARING, None, own, timeout)
+    with together(distributed, COMPARING, timeout) as step:
+        step.sent = _problems(suspects, everyone, unpickling.named_by(own_values))
+    if problems := max(step.received, key=len):
+        raise SaveError(
+            f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
+            "one value for all ranks; put elaunch.PerRank(…) around what each rank has of its own"
+        )
+
+
+def _problems(
+    suspects: Mapping[str, dict[bytes, list[int]]],
+    everyone: Sequence[Mapping[str, bytes]],
+    also: unpickling.Names,
+) -> list[str]:
+    """Return in words which of the values under ``suspects`` differ between the ranks."""
     problems = []
     for key, groups in suspects.items():
         holders = [rank for rank, held in enumerate(everyone) if key in held]
@@ -247,11 +260,7 @@ def settle(
                 zip(holders, (text.shortened(repr(v), _SHOWN) for v in values), strict=True)
             )
             problems.append(f"{key} is {', '.join(held[:4])}")
-    if problems:
-        raise SaveError(
-            f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
-            "one value for all ranks; put elaunch.PerRank(…) around what each rank has of its own"
-        )
+    return problems
 
 
 def _unpacked(archive: bytes, also: unpickling.Names) -> Any:
