@@ -100,6 +100,11 @@ BROAD_EXCEPTS: dict[str, str] = {
     "hung up on",
     "elaunch.agent.saver.queue:SaveQueue._commit": "top of a thread: the save fails with it",
     "elaunch.agent.saver.queue:SaveQueue._write": "top of a thread: the save fails with it",
+    "elaunch.training.context:_beside": "logged: the script ends with its own exception",
+    "elaunch.training.metrics.writer:BoardWriter.write": "other people's code: logged, the rows "
+    "are written",
+    "elaunch.training.metrics.writer:BoardWriter.close": "other people's code: logged, the rows "
+    "are written",
     "elaunch.top.widgets:_run": "top of a thread: raised in the one that waits for it",
     "elaunch.agent.hangs.watchdog:Watchdog._explained": "a hang without a reason is still one",
     "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on",

@@ -138,7 +138,7 @@ class Context:
             self._open(options)
         except BaseException as error:
             self._error = error
-            self._stack.close()
+            _beside(error, self._stack.close)
             raise
         self.is_open = True
         self._watch_for_the_end()
@@ -165,7 +165,7 @@ class Context:
         self.train = TrainContext(
             placement, self._page, self.directory, resumed, options.chief_only, options.tensorboard
         )
-        self._stack.callback(self._close_train)
+        self._stack.callback(self.train.close)
         self.preempt = PreemptContext(self.distributed, self._page, link)
         self._stack.callback(self.preempt.close)
         self.preempt.start()
@@ -179,13 +179,6 @@ class Context:
         recorder.watch(os.environ)
         self._page.ready()
         self._page.beat()
-
-    def _close_train(self) -> None:
-        try:
-            self.train.close()
-        except ElaunchError as error:
-            self._error = self._error or error
-            raise
 
     def _close_checkpoint(self, checkpoint: CheckpointContext) -> None:
         try:
@@ -279,11 +272,12 @@ class Context:
     def close(self) -> None:
         """Close the context: write what is queued, detach. Each rank by itself; idempotent.
 
-        It blocks until metrics are written, 30 s at most, and saves in flight are committed, 30
-        minutes at most; after an exception it does not wait for saves.
+        It blocks until metrics are written, 10 s at most, and saves in flight are committed, 30
+        minutes at most; after an exception it does not wait for saves. Metrics that could not be
+        written are counted in a warning.
 
         Raises:
-            RunDirError: metrics could not be written; says where and why.
+            SaveError: a save in flight came to nothing.
         """
         if not self.is_open or os.getpid() != self._pid:
             return  # a forked process has no part in it
@@ -302,9 +296,11 @@ class Context:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and not _is_plain_exit(error):
-            self._error = error
-        self.close()
+        if error is None or _is_plain_exit(error):
+            self.close()
+            return
+        self._error = error
+        _beside(error, self.close)
 
     def _watch_for_the_end(self) -> None:
         """Close at exit, and know then whether an exception ended the script."""
@@ -318,6 +314,14 @@ class Context:
     ) -> None:
         self._error = error
         self._shown(kind, error, traceback)
+
+
+def _beside(error: BaseException, end: Callable[[], None]) -> None:
+    """Call ``end``; what it raises is logged, since the script ends with ``error``."""
+    try:
+        end()
+    except Exception as problem:
+        log.error("after %s: %s: %s", type(error).__name__, type(problem).__name__, problem)
 
 
 def _check_name(name: object) -> None:

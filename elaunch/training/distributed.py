@@ -273,9 +273,13 @@ class DistributedContext:
                 try:
                     yield
                 except Exception as error:
-                    self._end_turn(turn, f"{type(error).__name__}: {error}".rstrip(": "), timeout)
+                    self._fail_turn(turn, error, timeout)
                     raise
             self._end_turn(turn, "", timeout)
+
+    def _fail_turn(self, turn: int, error: Exception, timeout: float | None) -> None:
+        with contextlib.suppress(CollectiveError, ContextError):  # this rank ends with ``error``
+            self._end_turn(turn, f"{type(error).__name__}: {error}".rstrip(": "), timeout)
 
     def _end_turn(self, turn: int, problem: str, timeout: float | None) -> None:
         problems = self._call("all", "in_turn", problem, timeout) or [problem]

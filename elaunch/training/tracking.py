@@ -27,7 +27,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -63,6 +63,8 @@ log = logging.getLogger("elaunch")
 LOCK: Final = "record.lock"
 PRUNE_S: Final = 0.5
 """How long the end waits for old runs to be deleted; the next run goes on with it."""
+NOTE_S: Final = 0.5
+"""How long a save waits for the record, and the end ten times: its disk may hang."""
 
 
 class Tracking:
@@ -82,6 +84,7 @@ class Tracking:
         self.run_id, self.run_id_given = "", False
         self._run: RunDir | None = None
         self._pruning: threading.Thread | None = None
+        self._noting: threading.Thread | None = None
         self._saved_before: int | None = None
 
     @property
@@ -128,12 +131,10 @@ class Tracking:
             return
         if self._pruning is not None:
             self._pruning.join(PRUNE_S)
-        try:
-            with locked(self._run.path / LOCK):
-                record = self._run.read_state()
-                _note_end(record, error)
-                self._run.write_state(record)
-        except (RunDirError, OSError) as problem:
+        if self._noting is not None:
+            self._noting.join(NOTE_S)
+        problem = self._note(lambda record: _note_end(record, error), 10 * NOTE_S)
+        if problem:
             print(f"elaunch: the end of this run is not recorded: {problem}", file=sys.stderr)
 
     def note_saves(self, saves: SavesRecord) -> None:
@@ -142,19 +143,40 @@ class Tracking:
         Saves of earlier rounds are counted, too. A record that cannot be written is no error:
         the checkpoint is there.
         """
-        if self._run is None:
-            return
-        try:
-            with locked(self._run.path / LOCK):
-                record = self._run.read_state()
-                if self._saved_before is None:
-                    known = record.get("saves")
-                    self._saved_before = 0 if known is None else known["commits"]
-                commits = self._saved_before + saves["commits"]
-                record["saves"] = {**saves, "commits": commits}
-                self._run.write_state(record)
-        except (RunDirError, OSError) as problem:
+
+        def count(record: Record) -> None:
+            if self._saved_before is None:
+                known = record.get("saves")
+                self._saved_before = 0 if known is None else known["commits"]
+            commits = self._saved_before + saves["commits"]
+            record["saves"] = {**saves, "commits": commits}
+
+        if self._run is not None and (problem := self._note(count, NOTE_S)):
             log.debug("what was saved is not recorded: %s", problem)
+
+    def _note(self, change: Callable[[Record], None], seconds: float) -> str:
+        """Change the record; return why that is not done, as after ``seconds`` at most."""
+        run, problems = self._run, [f"it takes longer than {seconds:g} s"]
+        assert run is not None
+
+        def note() -> None:
+            try:
+                with locked(run.path / LOCK):
+                    record = run.read_state()
+                    change(record)
+                    run.write_state(record)
+                problems[:] = [""]
+            except (RunDirError, OSError) as problem:
+                problems[:] = [str(problem)]
+
+        if self._noting is None or not self._noting.is_alive():
+            self._noting = threading.Thread(target=note, name="elaunch-record", daemon=True)
+            try:
+                self._noting.start()
+            except RuntimeError as problem:  # no thread can be started
+                return str(problem)
+            self._noting.join(seconds)
+        return problems[0]
 
     def _choose_id(self, found: RunDir | None) -> str:
         given = _given_id(self._distributed.placement, os.environ)

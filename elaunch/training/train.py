@@ -20,7 +20,7 @@ from elaunch.training.metrics.rows import Encoder, Latest
 from elaunch.training.metrics.writer import BoardWriter, Writer, require
 from elaunch.wire.progress import ProgressPage
 
-CLOSE_TIMEOUT_S: Final = 30.0
+CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class TrainContext:
@@ -87,9 +87,9 @@ class TrainContext:
     ) -> None:
         """Report metrics of any group at a step; any rank may, none waits for another.
 
-        It does not block, unless the disk is slower than the script for 100,000 rows: a thread
-        writes them within a tenth of a second. To take the number out of a tensor
-        on an accelerator waits for that device, as ``.item()`` does.
+        It does not block: a thread writes the rows within a tenth of a second. Where they cannot
+        be written 100,000 wait in memory; further ones are lost, with a warning. To take the
+        number out of a tensor on an accelerator waits for that device, as ``.item()`` does.
 
         Args:
             group: text that can be printed, without a dot.
@@ -99,8 +99,7 @@ class TrainContext:
             chief_only: refuse this report of all ranks but rank 0; by default as in ``init()``.
 
         Raises MetricError, which is a ValueError too, for what cannot be written, naming it;
-        ContextError on a rank that may not report, or after the end of the context; RunDirError
-        if rows could not be written for 5 s.
+        ContextError on a rank that may not report, or after the end of the context.
         """
         self._check_chief(chief_only, f"metrics of group {group!r}")
         if self._writer is None:
@@ -143,20 +142,18 @@ class TrainContext:
             raise MetricError(f"the status is {text!r}, a {type(text).__name__}: give text")
         self._page.status(text)
 
-    def flush(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+    def flush(self, timeout: float = CLOSE_TIMEOUT_S) -> bool:
         """Wait until all that this rank reported is written, so that its death loses none of it.
 
-        Any rank may, alone.
-
-        Raises RunDirError, with path and reason, if that cannot be done in ``timeout`` seconds.
+        Any rank may, alone. Returns whether it is written; it waits ``timeout`` seconds at most.
         """
-        if self._writer is not None:
-            self._writer.flush(timeout)
+        return self._writer is None or self._writer.flush(timeout)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
         """Write what is left, and end the thread; reports are refused then. May be called twice.
 
-        Raises RunDirError, with path and reason, if rows could not be written.
+        It waits ``timeout`` seconds at most. Rows that could not be written are counted in a
+        warning: that is no reason for a job to fail.
         """
         if self._writer is not None:
             self._writer.close(timeout)

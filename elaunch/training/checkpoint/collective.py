@@ -35,11 +35,12 @@ from elaunch.checkpoint import layout, manifests, retention, shelves
 from elaunch.checkpoint.assemble import in_the_way
 from elaunch.checkpoint.records import Committed, Keep, ShardHeader, Stage
 from elaunch.checkpoint.storage.storage import Storage
-from elaunch.errors import CheckpointError, CollectiveError, ContextError, RunDirError, SaveError
+from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
 from elaunch.training.checkpoint.together import FULL, together
 
-FLUSH_S: Final = 10.0
+FLUSH_S: Final = 0.5
+"""Seconds that a save waits for metrics: no disk of theirs holds the training up."""
 BUSY: Final = ("wait", "skip")
 Write = Callable[[Stage], bytes | None]
 
@@ -299,11 +300,9 @@ def versions() -> dict[str, str]:
 
 
 def flush(call: CallContext) -> None:
-    """Write the metrics to the disk before the checkpoint, which must not be ahead of them."""
-    try:
-        call.train.flush(FLUSH_S)
-    except RunDirError as error:
-        log.warning("a checkpoint is committed before the metrics of its steps: %s", error)
+    """Write the metrics before the checkpoint, which is ahead of them only if that takes long."""
+    if not call.train.flush(FLUSH_S):
+        log.debug("a checkpoint is committed before the metrics of its steps are written")
 
 
 def _save_once(

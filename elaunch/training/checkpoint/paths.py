@@ -283,7 +283,7 @@ def _report_failure(
 ) -> None:
     """Report to all ranks that this one's block failed; the caller raises its own exception."""
     agreed = False
-    with contextlib.suppress(CollectiveError, CheckpointError):
+    with contextlib.suppress(CollectiveError, CheckpointError, ContextError):
         try:
             sent = (call.distributed.cross_rank, None)
             agree(call.distributed, writing(request, stage), error, sent, request.timeout)

@@ -429,7 +429,7 @@ def _leave_together(ranks: DistributedContext, timeout: float | None) -> Any:
         del kind, traceback
         try:
             ranks.barrier_local(timeout)
-        except CollectiveError:
+        except (CollectiveError, ContextError):
             if error is None:
                 raise
         return False

@@ -2,11 +2,10 @@
 
 ``put`` appends to a bounded queue. The thread sleeps while the queue is empty; woken by the first
 row it waits GATHER_S for more and writes them at once, so that it wakes ten times a second at most.
-Only where the disk is slower than the script for so long that the queue is full does ``put`` wait,
-and logs so once.
 
-Rows that cannot be written are tried again. After RETRY_S ``put`` and ``close`` raise, with path
-and reason; the rows are kept and tried on, so that a disk that was cleaned up loses nothing.
+Metrics never stop or slow the training. Rows that cannot be written are tried again, and wait in
+the queue: a disk that was cleaned up loses nothing. After RETRY_S that is logged, once. Rows for
+which the queue has no room are lost; ``close`` logs how many.
 
 TensorBoard's files are beside the rows: ``<directory>/rank-<rank>``, one for each rank. A scalar is
 named ``<group>/<metric>``. Numbers only: TensorBoard has no place for the rest. A round that goes
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elaunch.errors import ContextError, RunDirError
+from elaunch.errors import ContextError
 from elaunch.training.metrics.files import Beginning, MetricFiles, firsts
 from elaunch.training.metrics.rows import Row
 
@@ -66,7 +65,7 @@ class BoardWriter:
             for row in rows:
                 self._add(self._writer, row)
             self._writer.flush()
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of other people's code: whatever it is, the rows are written
             self._give_up(error)
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ class BoardWriter:
             return
         try:
             self._writer.close()
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of other people's code: whatever it is, the rows are written
             self._give_up(error)
 
     def _open(self, rows: Sequence[Row]) -> SummaryWriter:
@@ -108,8 +107,6 @@ GATHER_S: Final = 0.1
 RETRY_S: Final = 5.0
 RETRY_PAUSE_S: Final = 0.2
 JOIN_S: Final = 0.5
-ROOM_S: Final = 60.0
-"""How long ``put`` waits for room in a full queue while no error is known."""
 
 
 class Writer:
@@ -124,49 +121,57 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._rows: list[Row] = []
         self._characters = 0
-        self._put = self._written = 0
+        self._put = self._written = self._lost = 0
+        self._wanted = 0
+        """How many rows somebody waits for: up to there they are written without gathering."""
         self._awake = False
-        self._urgent = 0
         self._closed = False
         self._abandoned = False
         self._ended = False
         self._attempts = 0
-        self._failing_since: float | None = None
+        self._begun: float | None = None
+        """When the thread began with what it is writing."""
         self._problem = ""
         self._warned = False
 
     def put(self, row: Row) -> None:
-        """Take a row; raise RunDirError if rows cannot be written any more.
-
-        Blocks only while the queue is full, for ROOM_S at most.
-        """
+        """Take a row; it does not block, and fails only where the script may not report."""
         if os.getpid() != self._pid:
             raise ContextError(
                 f"this process (pid {os.getpid()}) was forked from the rank (pid {self._pid}) and "
                 "cannot report for it: report from the rank itself"
             )
         with self._changed:
-            self._refuse()
-            if len(self._rows) >= MOST_ROWS or self._characters >= MOST_CHARACTERS:
-                self._wait_for_room()
-            self._rows.append(row)
-            self._characters += len(row.line)
-            self._put += 1
+            if self._closed:
+                raise ContextError("the context is closed: nothing can be reported any more")
+            full = len(self._rows) >= MOST_ROWS or self._characters >= MOST_CHARACTERS
+            if full or self._ended:
+                self._lost += 1
+            else:
+                self._rows.append(row)
+                self._characters += len(row.line)
+                self._put += 1
             if not self._awake:
                 self._wake()
+            if full or self._ended or self._is_stuck(RETRY_S):
+                self._warn()
 
-    def flush(self, timeout: float) -> None:
-        """Wait until all rows put so far are written; RunDirError if they are not in time."""
+    def flush(self, timeout: float) -> bool:
+        """Wait until all rows put so far are written; return whether they are.
+
+        It gives up after ``timeout`` seconds, and at once where the disk has taken that long
+        already.
+        """
         if os.getpid() != self._pid or self._thread is None:
-            return
+            return True
         with self._changed:
             aim = self._put
-            self._drain(lambda: self._written >= aim, timeout)
-            if self._written < aim:
-                raise self._unwritten(aim)
+            if not self._is_stuck(timeout):
+                self._drain(lambda: self._written >= aim, timeout)
+            return self._written >= aim
 
     def close(self, timeout: float) -> None:
-        """Write what is left and end the thread; RunDirError names what was not written.
+        """Write what is left and end the thread; log how many rows were lost, if any.
 
         Blocks for ``timeout`` seconds at most; later calls do nothing.
         """
@@ -181,39 +186,38 @@ class Writer:
             self._abandoned = True
             self._changed.notify_all()
         thread.join(JOIN_S)
-        if self._written < self._put:
-            raise self._unwritten(self._put)
-        try:
-            self._files.sync()
-        except OSError as error:
-            raise RunDirError(f"cannot write {self._files.path}: {error.strerror}") from error
+        if lost := self._put - self._written + self._lost:
+            rows = "1 row of metrics is" if lost == 1 else f"{lost} rows of metrics are"
+            log.warning("%s lost: %s", rows, self._reason())
 
     def _drain(self, done: Callable[[], bool], timeout: float) -> None:
         """Let the thread write without gathering until ``done``, or until it fails for good."""
-        attempts = self._attempts
-
-        def over() -> bool:
-            hopeless = bool(self._problem) and self._attempts > attempts
-            return done() or self._ended or hopeless
-
-        self._urgent += 1
+        attempts, self._wanted = self._attempts, self._put
         self._changed.notify_all()
-        try:
-            self._changed.wait_for(over, timeout)
-        finally:
-            self._urgent -= 1
+        self._changed.wait_for(
+            lambda: (
+                done()
+                or self._ended
+                or (self._attempts > attempts and bool(self._problem) and self._is_stuck(RETRY_S))
+            ),
+            timeout,
+        )
 
-    def _unwritten(self, aim: int) -> RunDirError:
-        left = aim - self._written
-        rows = "1 row was" if left == 1 else f"{left} rows were"
-        why = self._problem or f"cannot write {self._files.path}: it takes too long"
-        return RunDirError(f"{why}; {rows} not written")
+    def _is_stuck(self, seconds: float) -> bool:
+        """Tell whether the thread has been writing the same rows for so long."""
+        return self._begun is not None and time.monotonic() - self._begun >= seconds
 
-    def _refuse(self) -> None:
-        if self._closed:
-            raise ContextError("the context is closed: nothing can be reported any more")
-        if self._problem:
-            raise RunDirError(self._problem)
+    def _reason(self) -> str:
+        return self._problem or f"cannot write {self._files.path}: it takes too long"
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s; the training goes on, and metrics wait in memory: rows beyond %d are lost",
+                self._reason(),
+                MOST_ROWS,
+            )
 
     def _wake(self) -> None:
         self._awake = True
@@ -222,30 +226,11 @@ class Writer:
             self._thread.start()
         self._changed.notify_all()
 
-    def _wait_for_room(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "%d reported rows wait to be written to %s: reporting now waits for the disk",
-                len(self._rows),
-                self._files.path,
-            )
-        self._urgent += 1
-        self._changed.notify_all()
-        try:
-            room = self._changed.wait_for(
-                lambda: len(self._rows) < MOST_ROWS // 2 or self._problem or self._closed, ROOM_S
-            )
-        finally:
-            self._urgent -= 1
-        self._refuse()
-        if not room:
-            raise RunDirError(f"cannot write {self._files.path}: nothing for {ROOM_S:g} s")
-
     def _run(self) -> None:
         try:
             while batch := self._next_batch():
                 self._write(batch)
+            self._sync()
         finally:
             if self._board is not None:
                 self._board.close()
@@ -260,9 +245,10 @@ class Writer:
         with self._changed:
             self._awake = bool(self._rows)
             self._changed.wait_for(lambda: self._rows or self._closed)
-            self._changed.wait_for(lambda: self._urgent or self._closed, GATHER_S)
+            self._changed.wait_for(lambda: self._wanted > self._written or self._closed, GATHER_S)
             batch, self._rows = self._rows[:MOST_BATCH], self._rows[MOST_BATCH:]
             self._characters -= sum(len(row.line) for row in batch)
+            self._begun = time.monotonic() if batch else None
             return batch
 
     def _write(self, batch: list[Row]) -> None:
@@ -275,6 +261,7 @@ class Writer:
                     return
         with self._changed:
             self._written += len(batch)
+            self._begun, self._problem = None, ""
             self._changed.notify_all()
         if self._board is not None:
             self._board.write(batch)
@@ -287,13 +274,15 @@ class Writer:
             problem = f"cannot write {self._files.path}: {error.strerror}"
         with self._changed:
             self._attempts += 1
-            if not problem:
-                self._failing_since, self._problem = None, ""
-                return True
-            now = time.monotonic()
-            if self._failing_since is None:
-                self._failing_since = now
-            if now - self._failing_since >= RETRY_S:
-                self._problem = problem
+            self._problem = problem
+            if problem and self._is_stuck(RETRY_S):
+                self._warn()
             self._changed.notify_all()
-            return False
+        return not problem
+
+    def _sync(self) -> None:
+        """Have what was written on the disk, too."""
+        try:
+            self._files.sync()
+        except OSError as error:
+            log.warning("cannot write %s to the disk: %s", self._files.path, error.strerror)

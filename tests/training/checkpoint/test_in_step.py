@@ -6,8 +6,9 @@ The errors are real: one rank may map no more memory, or gives what means nothin
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ import pytest
 import torch
 
 import elaunch
+from elaunch.runs.statedir import locked
+from elaunch.training.checkpoint.collective import FLUSH_S
+from elaunch.training.metrics.files import LOCK
 from tests.training.checkpoint.groups import Raised, in_group
+from tests.training.checkpoint.rig import Job
 
 LARGE = 1 << 24
 """Elements of a tensor for which there is no memory."""
@@ -154,3 +159,43 @@ def test_no_call_gets_the_data_of_another(tmp_path: Path, which: str) -> None:
     for said in in_group(different_calls, 2, tmp_path, which):
         assert "CollectiveError" in said and "different things" in said, said
         assert "calls allgather #" in said and "calls allgather of ctx.checkpoint #" in said, said
+
+
+def saves_beside_a_hung_home(ctx: Any, block: bool) -> Any:
+    """Save while somebody holds the lock of the metrics; return the seconds that each save took."""
+    rank, seconds = ctx.distributed.rank, []
+    save = ctx.checkpoint.save
+    save({"x": torch.ones(8)}, 1, block=block)
+    with locked(ctx.directory / LOCK) if rank == 0 else nullcontext():
+        ctx.distributed.barrier()
+        for step in (2, 3):
+            ctx.train.report_training_metrics(step, {"loss": 0.5})
+            begun = time.monotonic()
+            save({"x": torch.ones(8)}, step, block=block)
+            seconds.append(time.monotonic() - begun)
+        ctx.distributed.barrier()
+    ctx.checkpoint.wait()
+    return seconds, [found.step for found in ctx.checkpoint.list()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("agent", [False, True], ids=["block", "memory"])
+def test_metrics_hold_up_no_save(tmp_path: Path, agent: bool) -> None:
+    """Their disk hangs: the first save waits for FLUSH_S, and the next one does not wait again."""
+    for said in in_group(saves_beside_a_hung_home, 2, tmp_path, not agent, agent=agent):
+        assert not isinstance(said, Raised), said.text
+        seconds, steps = said
+        assert steps == [1, 2, 3] and max(seconds) < FLUSH_S + 4, seconds
+
+
+@pytest.mark.slow
+def test_the_exception_of_a_turn_stays_the_one_raised(start: Callable[..., Job]) -> None:
+    """Also where it cannot be reported to the others, since one of them is gone."""
+    script = """
+def turn():
+    with ctx.distributed.in_turn():
+        raise ValueError("my own bug")
+say(json.dumps(tried(turn) if rank == 0 else ""))
+os._exit(0)
+"""
+    assert start(script, 2).said()[0] == "ValueError: my own bug"

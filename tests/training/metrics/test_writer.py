@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import math
 import os
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.errors import ContextError, RunDirError
+from elaunch.errors import ContextError
 from elaunch.runs.statedir import locked
 from elaunch.training.launch import alone
 from elaunch.training.metrics import writer as module
@@ -201,74 +200,58 @@ def test_a_report_does_not_wait_for_a_disk_that_hangs(writer: Writer, directory:
     """The lock is held by somebody else: rows wait in the queue, the script does not."""
     with locked(directory / LOCK):
         put(writer, *range(1000))
-        with pytest.raises(RunDirError, match=r"it takes too long; 1000 rows were not written"):
-            writer.flush(0.2)
+        assert not writer.flush(0.2)
         assert steps(directory) == []
-    writer.flush(30)
+    assert writer.flush(30)
     assert len(steps(directory)) == 1000
 
 
-def test_a_full_queue_waits_and_says_so_once(
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the warnings so far."""
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_rows_beyond_a_full_queue_are_lost_and_counted(
     writer: Writer,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A disk that hangs holds up nobody who reports; one warning, and the number at the end."""
     monkeypatch.setattr(module, "MOST_ROWS", 100)
-    done = threading.Event()
-
-    def report() -> None:
-        put(writer, *range(1000))
-        done.set()
-
-    with caplog.at_level(logging.WARNING):
-        with locked(directory / LOCK):
-            thread = threading.Thread(target=report)
-            thread.start()
-            wait_until(lambda: caplog.records)
-            assert not done.is_set()
-        thread.join(30)
+    with locked(directory / LOCK):
+        put(writer, 0)
+        wait_until(lambda: not writer.flush(0.01))  # the thread waits for the lock with that row
+        put(writer, *range(1, 1000))
     writer.close(30)
-    assert steps(directory) == list(range(1000))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"100 reported rows wait to be written to {directory / ROWS}: reporting now waits for the "
-        "disk"
-    ]
-
-
-def test_a_full_queue_does_not_wait_for_ever(
-    writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_ROWS", 100)
-    monkeypatch.setattr(module, "ROOM_S", 0.2)
-    with locked(directory / LOCK), pytest.raises(RunDirError, match=r"nothing for 0\.2 s"):
-        put(writer, *range(1000))
+    assert steps(directory) == list(range(101))
+    first, last = said(caplog)
+    assert "the training goes on, and metrics wait in memory: rows beyond 100 are lost" in first
+    assert last.startswith("899 rows of metrics are lost: cannot write")
 
 
 @pytest.mark.slow
-def test_what_cannot_be_written_is_said_by_the_next_report_and_by_close(
-    writer: Writer, directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_written_is_said_once_and_counted_by_close(
+    writer: Writer,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """No report, no flush and no close raises: metrics are no reason for a job to end."""
     monkeypatch.setattr(module, "RETRY_S", 0.3)
     put(writer, 1)
-    writer.flush(30)
+    assert writer.flush(30)
     shutil.rmtree(directory)
-    put(writer, 2)  # it is not known yet
-
-    def report() -> bool:
-        try:
-            put(writer, 3)
-        except RunDirError as error:
-            assert str(error) == f"cannot write {directory / ROWS}: No such file or directory"
-            return True
-        return False
-
-    wait_until(report)
-    with pytest.raises(RunDirError, match=r"cannot write .*: No such file or .*not written"):
-        writer.flush(30)
-    with pytest.raises(RunDirError, match=r"cannot write .*: No such file or .*not written"):
-        writer.close(30)
+    put(writer, 2)
+    wait_until(lambda: caplog.records)
+    put(writer, 3)
+    assert not writer.flush(30)
     writer.close(30)
+    writer.close(30)
+    why = f"cannot write {directory / ROWS}: No such file or directory"
+    first, last = said(caplog)
+    assert first.startswith(f"{why}; the training goes on")
+    assert last == f"2 rows of metrics are lost: {why}"
     assert not [t for t in threading.enumerate() if t.name == "elaunch-metrics"]
 
 
@@ -279,26 +262,26 @@ def test_a_disk_that_comes_back_loses_nothing(
     monkeypatch.setattr(module, "RETRY_S", 0.3)
     directory.rmdir()
     put(writer, 1, 2)
-    with pytest.raises(RunDirError):
-        writer.flush(30)
-    with pytest.raises(RunDirError):
-        put(writer, 3)
+    assert not writer.flush(30)
+    put(writer, 3)
     directory.mkdir()
-    writer.flush(30)
+    wait_until(lambda: writer.flush(0.1))
     put(writer, 4)
     writer.close(30)
-    assert steps(directory) == [1, 2, 4]
+    assert steps(directory) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
-def test_close_gives_up_in_time(writer: Writer, directory: Path) -> None:
+def test_close_gives_up_in_time(
+    writer: Writer, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever holds the lock for ever holds nobody's exit up."""
     with locked(directory / LOCK):
         put(writer, 1)
         began = time.monotonic()
-        with pytest.raises(RunDirError, match="1 row was not written"):
-            writer.close(0.3)
+        writer.close(0.3)
         assert time.monotonic() - began < 10
+    assert said(caplog)[-1].startswith("1 row of metrics is lost: cannot write")
 
 
 def test_a_forked_process_reports_nothing(writer: Writer, directory: Path) -> None:
@@ -342,17 +325,19 @@ def test_a_signal_handler_may_report(writer: Writer, directory: Path) -> None:
 
 
 def test_a_defect_of_the_thread_is_no_silence(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     writer = Writer(MetricFiles(directory, 0, None))
     writer.put(Row("training", 1, 0.0, b"no text", {}))  # type: ignore[arg-type]
-    with pytest.raises(RunDirError, match="the thread that writes metrics has failed"):
-        writer.flush(30)
-    with pytest.raises(RunDirError, match="has failed"):
-        put(writer, 2)
-    with pytest.raises(RunDirError, match="1 row was not written"):
-        writer.close(30)
+    assert not writer.flush(30)
+    put(writer, 2)
+    writer.close(30)
+    assert said(caplog) == [
+        "the thread that writes metrics has failed (see its traceback); the training goes on, and "
+        "metrics wait in memory: rows beyond 100000 are lost",
+        "2 rows of metrics are lost: the thread that writes metrics has failed (see its traceback)",
+    ]
 
 
 def test_a_report_is_cheap(writer: Writer) -> None:
