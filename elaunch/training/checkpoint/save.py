@@ -41,7 +41,7 @@ from elaunch.training.checkpoint.dcp import plan as writeplan
 from elaunch.training.checkpoint.handle import LONGER_S, SaveHandle, SaveInFlight, await_saver
 from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
-from elaunch.training.checkpoint.together import agree, together
+from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import for_purpose
 from elaunch.wire.worker import StagedShard
 
@@ -140,7 +140,6 @@ class PreparedState:
     signature: writeplan.Signature
     known: PreparedPlan | None
     lengths: dict[str, int]
-    digests: bytes
     offer: Offer
 
 
@@ -324,22 +323,28 @@ def _prepared(
     known = cache.find(signature)
     lengths = lengths_for(packed, known.sent if known else {})
     changed = known is None or known.sent != lengths
-    digests = _digests(flat, packed)
+    summed = b""
+    if known is not None:
+        summed = known.plan.compared.summed(call.rank, _digests(flat, packed, known, call.rank))
     offer = Offer(
         request.step,
         dict(request.metadata),
         uuid.uuid4().hex,
         known.plan.number if known else None,
         lengths if changed else None,
-        known.plan.compared.summed(call.rank, digests) if known else b"",
+        summed,
     )
-    return PreparedState(flat, flat.planner(), packed, signature, known, lengths, digests, offer)
+    return PreparedState(flat, flat.planner(), packed, signature, known, lengths, offer)
 
 
-def _digests(flat: FlatState, packed: Mapping[str, bytes]) -> bytes:
+def _digests(flat: FlatState, packed: Mapping[str, bytes], known: PreparedPlan, rank: int) -> bytes:
+    """Return the digests of what is compared, joined; zeros for what no other rank has."""
     keys = writeplan.compared_keys(flat)
-    samples = compare.sampled({key: flat.leaves[key].value for key in keys if key not in packed})
-    return b"".join(compare.digest(packed[key]) if key in packed else samples[key] for key in keys)
+    names = zip(keys, known.plan.compared.of(rank), strict=True)
+    alone = {key for key, name in names if name == compare.ALONE}
+    values = {key: flat.leaves[key].value for key in keys if key not in packed and key not in alone}
+    samples = {key: bytes(compare.LENGTH) for key in alone} | compare.sampled(values)
+    return b"".join(samples.get(key) or compare.digest(packed[key]) for key in keys)
 
 
 def _planned(
@@ -358,7 +363,8 @@ def _planned(
     if known is None or any(offer.plan != known.plan.number for offer in offers):
         known = _planned_anew(call, cache, ready, timeout)
         with together(distributed, f"{request.what}, comparing", timeout) as step:
-            step.sent = known.plan.compared.summed(call.rank, ready.digests)
+            digests = _digests(ready.flat, ready.packed, known, call.rank)
+            step.sent = known.plan.compared.summed(call.rank, digests)
         summed = step.received
     else:
         for rank, offer in enumerate(offers):
@@ -367,7 +373,9 @@ def _planned(
     known.sent = ready.lengths
     if not known.plan.compared.are_equal(summed):
         own = (leaf.value for leaf in ready.flat.leaves.values() if not leaf.is_tensor)
-        every = agree(distributed, f"{request.what}, comparing", None, ready.digests, timeout)
+        with together(distributed, f"{request.what}, comparing", timeout) as step:
+            step.sent = _digests(ready.flat, ready.packed, known, call.rank)
+        every = step.received
         compare.settle(
             distributed, known.plan.compared.differing(every), ready.packed, timeout, own
         )

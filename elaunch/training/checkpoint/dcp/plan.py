@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from elaunch.errors import CheckpointError
-from elaunch.training.checkpoint.state.compare import ComparedKeys
+from elaunch.training.checkpoint.state.compare import ALONE, ComparedKeys, key_of_piece
 from elaunch.training.checkpoint.state.flatten import FlatState, KeyPath
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import for_purpose
@@ -150,10 +151,19 @@ Chosen = list[list[tuple[int, int | None]]]
 
 def _propose(flat: FlatState, planner: DefaultSavePlanner) -> _Proposal:
     leaves = flat.leaves
+    local = planner.create_local_plan()
+    places: dict[str, list[Any]] = {}
+    for item in local.items:
+        places.setdefault(item.index.fqn, []).append(item.index.offset)
     return _Proposal(
-        planner.create_local_plan(),
+        local,
         frozenset(key for key, leaf in leaves.items() if leaf.is_left_to_the_lowest),
-        compared_keys(flat),
+        tuple(
+            key_of_piece(key, places.get(key, ()))
+            if leaves[key].is_tensor and not leaves[key].is_whole_tensor
+            else key
+            for key in compared_keys(flat)
+        ),
         {key: leaf.path for key, leaf in leaves.items()},
     )
 
@@ -179,10 +189,16 @@ def _decide(
     paths = {key: path for proposal in proposals for key, path in proposal.paths.items()}
     return (
         [_positions(local, plan) for local, plan in zip(plans, planned, strict=True)],
-        ComparedKeys.of([proposal.compared for proposal in proposals]),
+        ComparedKeys.made(_shared([proposal.compared for proposal in proposals])),
         tuple(_portion(plan.items) for plan in planned),
         dataclasses.replace(metadata, planner_data=paths),
     )
+
+
+def _shared(lists: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the keys of each rank, with ALONE for pieces that no other rank has."""
+    holders = Counter(key for keys in lists for key in keys)
+    return [tuple(key if holders[key] > 1 else ALONE for key in keys) for keys in lists]
 
 
 def _check_kinds(plans: Sequence[SavePlan]) -> None:

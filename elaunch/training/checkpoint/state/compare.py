@@ -3,8 +3,9 @@
 torch.distributed.checkpoint keeps one rank's value of a key that several ranks have, and reports
 nothing. So each save compares: values by their pickles, and by ``==`` where those differ (two equal
 sets can have different pickles); tensors by type, shape and some dozens of elements spread over
-them, so that it costs next to nothing. Only where two of these digests differ a rank sends one for
-each key (``ComparedKeys``):
+them, so that it costs next to nothing; of sharded tensors the copies that several ranks have of
+one shard (HSDP, ``Replicate()``), under a key with its place (``key_of_piece``). Only where two of
+these digests differ a rank sends one for each key (``ComparedKeys``):
 
 ==========================  ======================================================================
 a rank has                  and sends
@@ -88,6 +89,13 @@ def _digests(flat: FlatState) -> Iterator[tuple[str, bytes]]:
 
 LENGTH: Final = 8
 """Bytes of a digest."""
+ALONE: Final = ""
+"""The key of a piece that no other rank has, so that ranks with other pieces have equal lists."""
+
+
+def key_of_piece(key: str, places: Iterable[Sequence[int] | None]) -> str:
+    """Return the key of what a rank has of a sharded tensor: ``places`` are its pieces' offsets."""
+    return f"{key}\0{[tuple(place or ()) for place in places]}"
 
 
 def digest(*parts: Any) -> bytes:
@@ -116,10 +124,14 @@ class ComparedKeys:
     of_rank: tuple[int, ...]
 
     @classmethod
-    def of(cls, lists: Sequence[tuple[str, ...]]) -> ComparedKeys:
+    def made(cls, lists: Sequence[tuple[str, ...]]) -> ComparedKeys:
         """Return those of ranks with these lists."""
         numbers = {keys: number for number, keys in enumerate(dict.fromkeys(lists))}
         return cls(tuple(numbers), tuple(numbers[keys] for keys in lists))
+
+    def of(self, rank: int) -> tuple[str, ...]:
+        """Return the keys of a rank."""
+        return self.lists[self.of_rank[rank]]
 
     @cached_property
     def _groups(self) -> list[dict[frozenset[int], list[int]]]:
@@ -135,7 +147,7 @@ class ComparedKeys:
         found: list[dict[frozenset[int], list[int]]] = [{} for _ in self.lists]
         for keys, groups in zip(self.lists, found, strict=True):
             for key, place in sorted((key, place) for place, key in enumerate(keys)):
-                if sum(ranks[number] for number in having[key]) > 1:
+                if key != ALONE and sum(ranks[number] for number in having[key]) > 1:
                     groups.setdefault(frozenset(having[key]), []).append(place)
         return found
 
@@ -172,7 +184,7 @@ def differing(
     for rank, (keys, joined) in enumerate(zip(lists, digests, strict=True)):
         for key, one in zip(keys, split(joined), strict=True):
             seen.setdefault(key, {}).setdefault(one, []).append(rank)
-    return {key: groups for key, groups in seen.items() if len(groups) > 1}
+    return {key: groups for key, groups in seen.items() if len(groups) > 1 and key != ALONE}
 
 
 _SAMPLE: Final = 64
@@ -184,7 +196,7 @@ _SHOWN: Final = 60
 
 def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Return a digest of each tensor's type, shape and of a sample of its elements."""
-    samples = {key: _sample(value) for key, value in values.items()}
+    samples = {key: _sample_of_pieces(value) for key, value in values.items()}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for key, sample in samples.items():
         alike.setdefault((sample.device, sample.dtype), []).append(key)
@@ -199,6 +211,11 @@ def sampled(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
             found[key] = digest(kind, memory[at:end])
             at = end
     return found
+
+
+def _sample_of_pieces(tensor: torch.Tensor) -> torch.Tensor:
+    samples = [_sample(piece) for piece in tensors.pieces(tensor)]
+    return samples[0] if len(samples) == 1 else torch.cat(samples or [torch.empty(0)])
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -236,10 +253,22 @@ def settle(
     with together(distributed, COMPARING, timeout) as step:
         step.sent = _problems(suspects, everyone, unpickling.named_by(own_values))
     if problems := max(step.received, key=len):
+        sharded = all(map(_is_piece, suspects))
         raise SaveError(
             f"{'; '.join(problems[:8])}{'; …' if len(problems) > 8 else ''}: a checkpoint keeps "
-            "one value for all ranks; put elaunch.PerRank(…) around what each rank has of its own"
+            f"one value for all ranks; {_EQUAL_FIRST if sharded else _MARK}"
         )
+
+
+_MARK: Final = "put elaunch.PerRank(…) around what each rank has of its own"
+_EQUAL_FIRST: Final = (
+    "make the copies equal first, as by a broadcast of one of them, or save each rank's by itself, "
+    "as elaunch.PerRank(value.to_local())"
+)
+
+
+def _is_piece(key: str) -> bool:
+    return "\0" in key
 
 
 def _problems(
@@ -254,6 +283,10 @@ def _problems(
         values = [_unpacked(everyone[rank][key], also) for rank in holders]
         if not values:
             ranks = "; ".join(text.ranks(group) for group in groups.values())
+            if _is_piece(key):
+                name = key.partition("\0")[0]
+                problems.append(f"{name} is sharded, and the copies of a shard differ ({ranks})")
+                continue
             problems.append(f"{key} is a tensor that differs between the ranks ({ranks})")
         elif not all(_equal(value, values[0]) for value in values):
             held = text.on_ranks(

@@ -140,9 +140,7 @@ class Leaf(NamedTuple):
     @property
     def is_compared(self) -> bool:
         """Whether it has to be the same on all ranks that have it."""
-        if self.is_tensor:
-            return self.is_whole_tensor and self.share.compared
-        return not self.share.own
+        return self.share.compared if self.is_tensor else not self.share.own
 
 
 @dataclass

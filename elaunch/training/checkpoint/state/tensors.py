@@ -57,6 +57,15 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
+def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor: its shards, or all of it."""
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local()]
+    if hasattr(tensor, "local_shards"):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
 def refuse(key: str, tensor: torch.Tensor, loading: bool = False) -> None:
     """Raise CheckpointError if a sharded checkpoint cannot hold ``tensor``; says what can be done.
 
@@ -99,9 +108,7 @@ def obstacle(tensor: torch.Tensor) -> Obstacle | None:
 
 
 def _is_without_data(tensor: torch.Tensor) -> bool:
-    shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
-    pieces = [shard.tensor for shard in shards] or [tensor]
-    return any(piece.device.type == "meta" for piece in pieces)
+    return any(piece.device.type == "meta" for piece in pieces(tensor) or [tensor])
 
 
 def _odd_kind(tensor: torch.Tensor) -> Obstacle | None:

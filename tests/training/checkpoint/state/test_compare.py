@@ -35,7 +35,7 @@ SHAPES = {
 def test_a_rank_sends_one_digest_of_what_the_same_ranks_have(shape: str) -> None:
     """One of each stage and one of what all have, of 1,000 keys; nothing for keys of its own."""
     lists = SHAPES[shape]
-    compared = ComparedKeys.of(lists)
+    compared = ComparedKeys.made(lists)
     sent = [compared.summed(rank, digests(keys, {})) for rank, keys in enumerate(lists)]
     assert {len(one) // LENGTH for one in sent} == {2 if shape == "eight stages" else 1}
     assert compared.are_equal(sent)
@@ -52,7 +52,7 @@ def test_a_rank_sends_one_digest_of_what_the_same_ranks_have(shape: str) -> None
 
 def test_keys_of_one_rank_alone_are_not_compared() -> None:
     """Nothing is sent for them, and none of them is found to differ."""
-    compared = ComparedKeys.of([("a",), ("b",), ("c",)])
+    compared = ComparedKeys.made([("a",), ("b",), ("c",)])
     assert [compared.summed(rank, digest(b"x")) for rank in range(3)] == [b""] * 3
     assert compared.are_equal([b""] * 3)
 
