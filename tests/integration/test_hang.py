@@ -150,6 +150,16 @@ def test_lines_of_the_log(elaunch: Launcher, tmp_path: Path) -> None:
     assert "60 steps (by log lines)" in elaunch.run(["status", "lines"]).stdout
 
 
+def test_a_pattern_that_takes_for_ever_stops_nobody(elaunch: Launcher, tmp_path: Path) -> None:
+    """The agent goes on, and the training, whose lines may all be progress."""
+    script = tmp_path / "lines.py"
+    hostile = LINES.replace('f"step {step}/1000"', '"a" * 50 + "!"')
+    script.write_text(hostile.replace("rank == 1 and ", "False and "))
+    flags = ["--hang-timeout=10", "--progress-regex=(a+)+$", "--max-restarts=0"]
+    done = elaunch.run(["run", *FORK, "-r", "3", "--nproc-per-node=2", *flags, script])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [pytest.param(("busy=6",), marks=pytest.mark.trial), ("sleep=6",)],

@@ -330,9 +330,10 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
     message = error.message if error else ""
     message = message or (tracebacks.message_of(lines) if end.exitcode else "")
     source = left.error_file if origin == "error file" else left.stderr_path
+    text = [*message.split("\n"), *tracebacks.without_source(lines)]
     explanation = explain.explain(
         end,
-        "\n".join([message, *tracebacks.without_source(lines)]),
+        "\n".join(tracebacks.cap(text, "")),  # searches in longer lines could take minutes
         oom_kill=left.oom_kill,
         local_world_size=known.local_world_size,
         shm_free=known.shm_free,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_exit_code_and_summary(exitcode: int, code: int, text: str) -> None:
     """The command's exit code is the first failed worker's, and never 0."""
     assert exit_code(exitcode) == code
     assert summary(build("t.py", "h", 0, [end(1, exitcode)], 1)) == text
+
+
+@pytest.mark.parametrize(
+    "word", ["DataLoader worker (pid ", "unrecognized arguments: .", "a", "[", "\x1b[0"]
+)
+def test_a_message_of_a_mebibyte(tmp_path: Path, word: str) -> None:
+    """Whatever it consists of, to look for its cause takes no minutes."""
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": (word * (1 << 20))[: 1 << 20]}))
+    began = time.process_time()
+    made = build("t.py", "h", 0, [replace(end(0, 1), error_file=str(path))], 0)
+    assert made.first.error and not made.first.error.problem
+    assert time.process_time() - began < 30
 
 
 def test_error_file_wins_over_stderr(tmp_path: Path) -> None:
