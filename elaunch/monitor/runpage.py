@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from elaunch.agent.hangs.judge import UNLEARNED_S
 from elaunch.monitor.page import (
     NOTHING,
     Cell,
@@ -408,7 +409,8 @@ def _progress_facts(record: Record, live: bool) -> Iterator[tuple[str, str]]:
         if text:
             yield "status", text
     if live and progress["learning"]:
-        yield "hang timeout", "auto: the run's own pauses are not known yet"
+        waits = f"{duration(UNLEARNED_S)} for a rank that others wait for"
+        yield "hang timeout", f"auto: {waits}; the run's own pauses are not known yet"
     elif live and progress["limit_s"] is not None:
         yield "hang timeout", duration(progress["limit_s"])
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,6 +158,41 @@ def test_a_pattern_that_takes_for_ever_stops_nobody(elaunch: Launcher, tmp_path:
     script.write_text(hostile.replace("rank == 1 and ", "False and "))
     flags = ["--hang-timeout=10", "--progress-regex=(a+)+$", "--max-restarts=0"]
     done = elaunch.run(["run", *FORK, "-r", "3", "--nproc-per-node=2", *flags, script])
+    assert done.returncode == 0, done.stderr
+
+
+def early(elaunch: Launcher, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run four ranks with ``auto``; what it has not learned takes 5 s."""
+    flags = ["--hang-timeout=auto", "--max-restarts=0", "--run-id=early", "-r", "3"]
+    flags += ["--progress-regex=step (\\d+)"] if words[-1] == "lines" else []
+    jobs = PROGRESS.parent
+    command = ["run", "--nproc-per-node=4", *flags, str(jobs / "early.py"), *words]
+    return elaunch.start_command([sys.executable, str(jobs / "impatient.py"), *command]).wait()
+
+
+@pytest.mark.parametrize(
+    ("before", "shows"),
+    [("0", "nothing"), ("3", "nothing"), ("41", "nothing"), ("3", "steps"), ("3", "lines")],
+)
+def test_auto_judges_a_rank_that_stops_early(elaunch: Launcher, before: str, shows: str) -> None:
+    """Others wait for it, whatever has been learned, and whatever the script shows."""
+    done = early(elaunch, "sleep", before, shows)
+    assert done.returncode == 77, done.stderr
+    what = "init_process_group" if before == "0" else f"all_?reduce #{before}"
+    hang = failure(elaunch)["hang"]
+    assert hang["ranks"] == [2]
+    assert re.search(rf"rank 2 has not entered {what}; ranks 0, 1, 3 wait there", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("how", "before", "shows"),
+    [("spin", "0", "nothing"), ("spin", "3", "lines"), ("section", "3", "steps")],
+)
+def test_auto_waits_for_a_rank_that_is_busy(
+    elaunch: Launcher, how: str, before: str, shows: str
+) -> None:
+    """With a computation, or in a section, for three times as long as for one that stands still."""
+    done = early(elaunch, how, before, shows)
     assert done.returncode == 0, done.stderr
 
 

@@ -302,7 +302,8 @@ def test_another_node_has_the_count_of_saves(tmp_path: Path) -> None:
 
 def test_a_limit_that_is_being_learned(tmp_path: Path) -> None:
     view = viewed(tmp_path, progress=progress("script", {"step": 3}, learning=True))
-    assert "  hang timeout  auto: the run's own pauses are not known yet\n" in plain(run_page(view))
+    told = "auto: 5m 00s for a rank that others wait for; the run's own pauses are not known yet"
+    assert f"  hang timeout  {told}\n" in plain(run_page(view))
 
 
 def test_how_far_a_run_was_that_is_over(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ A rank is behind if others go on meanwhile. Where all stand still, it is the one
 step; else nobody is named.
 
 ``auto`` is FACTOR times the longest pause that was ever seen in this run outside of sections, and
-not less than LEAST. Until each worker has made LEARNED pauses it is no limit at all.
+not less than LEAST. Until each worker has made LEARNED pauses, only a rank is judged that others
+wait for in a collective, after UNLEARNED_S, and from its start on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ Source = Literal["script", "log lines", "collectives"]
 LEARNED: Final = 10
 FACTOR: Final = 5.0
 LEAST: Final = 30.0
+UNLEARNED_S: Final = 300.0
 LENIENT: Final = 10.0
 LATEST: Final = 1.5
 """So many times its limit late, a worker is judged also if it is not clear whether others go on."""
@@ -215,12 +217,13 @@ class HangVerdict(Struct, frozen=True):
     leaving: tuple[int, ...] = ()
 
 
-def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
+def judge(history: RoundHistory, limit: float | None, start: float = LENIENT) -> HangVerdict | None:
     """Return the hang that the history shows, if it does.
 
     Args:
         history: of the round.
         limit: seconds; None: only the deadlines of sections are judged.
+        start: so many times the limit a worker has before its first progress.
     """
     overdue = [rank for rank, watched in history.ranks.items() if _overdue(watched)]
     if overdue:
@@ -228,15 +231,18 @@ def judge(history: RoundHistory, limit: float | None) -> HangVerdict | None:
     if limit is None:
         return None
     if not history.begun:
-        return _never_begun(history, LENIENT * limit) if history.expected else None
-    late = [rank for rank, watched in history.ranks.items() if _lateness(watched, limit) > 1]
-    if not late or not _is_clear(history, late, limit):
+        inside = any(watched.mark.section for watched in history.ranks.values())
+        patience = limit * (LENIENT if inside else start)
+        return _never_begun(history, patience) if history.expected else None
+    patiences = {rank: _patience(one, limit, start) for rank, one in history.ranks.items()}
+    lateness = {rank: one.idle / patiences[rank] for rank, one in history.ranks.items()}
+    late = [rank for rank in lateness if lateness[rank] > 1]
+    if not late or not _is_clear(lateness):
         return None
     idle = min(history.ranks[rank].idle for rank in late)
     behind = _lowest_steps(history) if len(late) == len(history.ranks) else late
-    patience = min(_patience(history.ranks[rank], limit) for rank in late)
     found = _verdict(history, behind, _MADE, f"for {_seconds(idle)}")
-    return replace(found, patience=patience)
+    return replace(found, patience=min(patiences[rank] for rank in late))
 
 
 def accuse(
@@ -263,15 +269,10 @@ def accuse(
     return replace(found, ranks=everyone, named=False) if by_collectives else found
 
 
-def _is_clear(history: RoundHistory, late: Sequence[int], limit: float) -> bool:
+def _is_clear(lateness: Mapping[int, float]) -> bool:
     """Whether the others go on, or stand still as well: who stops with them is not late yet."""
-    others = [watched for rank, watched in history.ranks.items() if rank not in late]
-    between = any(_lateness(watched, limit) >= 0.5 for watched in others)
-    return not between or max(_lateness(history.ranks[r], limit) for r in late) > LATEST
-
-
-def _lateness(watched: Watched, limit: float) -> float:
-    return watched.idle / _patience(watched, limit)
+    between = any(0.5 <= times <= 1 for times in lateness.values())
+    return not between or max(lateness.values()) > LATEST
 
 
 def _never_begun(history: RoundHistory, patience: float) -> HangVerdict | None:
@@ -281,10 +282,12 @@ def _never_begun(history: RoundHistory, patience: float) -> HangVerdict | None:
     return replace(_verdict(history, [], _MADE, rest), patience=patience)
 
 
-def _patience(watched: Watched, limit: float) -> float:
+def _patience(watched: Watched, limit: float, start: float) -> float:
     if watched.allowed is not None:
         return float("inf")
-    return limit * (LENIENT if watched.mark.section or not watched.begun else 1.0)
+    if watched.mark.section:
+        return limit * LENIENT
+    return limit if watched.begun else limit * start
 
 
 def _overdue(watched: Watched) -> bool:

@@ -234,20 +234,30 @@ class RoundProgress:
         with self._lock:
             return {self._first_rank + k: (k, pid) for k, pid in sorted(self._pids.items())}
 
-    def look(self) -> Look | None:
-        """Return how the living workers are now; None while there is none."""
+    def look(self, by_waits: bool = False) -> Look | None:
+        """Return how the living workers are now; None while there is none.
+
+        ``by_waits``: by their collectives whatever else they show; None while none is known.
+        """
         readings = self._readings()
         with self._lock:
             if not self._pids:
                 return None
             self._note(readings)
-            asks = self._collectives is not None and not (self._lines or self._speaks)
+            shows = bool(self._lines or self._speaks)
+            asks = self._collectives is not None and (by_waits or not shows)
         places = self._places() if asks else {}
         with self._lock:
             shown = any(place.done and not place.problem for place in places.values())
             self._collective = self._collective or shown
             self._making = any(place.receives for place in places.values())
-            self._source = source = self._choose(readings)
+            if by_waits:
+                has_left = self._speaks and not self._reports(readings)
+                if has_left or not (self._collective or self._making):
+                    return None
+                source: Source = "collectives"
+            else:
+                self._source = source = self._choose(readings)
             expected = self._expects(source, readings)
             pids, held, first = dict(self._pids), self._held, self._first_rank
         marks = self._marks(source, pids, readings)

@@ -122,9 +122,15 @@ class HangWatch:
         self._blind = partial(_are_blind, settings, links)
         self._watchdog: Watchdog | None = None
         if settings.hang_timeout is not None:
-            look = self._look
-            asked = settings.hang_timeout
-            self._watchdog = Watchdog(asked, look, self._tell, several, self._explain, self._blind)
+            self._watchdog = Watchdog(
+                settings.hang_timeout,
+                self._look,
+                self._tell,
+                several,
+                partial(self._look, True),
+                self._explain,
+                self._blind,
+            )
 
     @property
     def watches(self) -> bool:
@@ -148,8 +154,8 @@ class HangWatch:
                 with self._lock:
                     self._debugged.discard(pid)
 
-    def _look(self) -> Look | None:
-        found = self._progress.look()
+    def _look(self, by_waits: bool = False) -> Look | None:
+        found = self._progress.look(by_waits)
         held = bool(self._debugged)
         return structs.replace(found, held=True) if found is not None and held else found
 

@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from elaunch.agent.hangs.judge import (
     LEAST,
     LENIENT,
+    UNLEARNED_S,
     HangVerdict,
     Look,
     RoundHistory,
@@ -59,6 +60,8 @@ class Watchdog:
         post: takes the hang, once in a round.
         several: whether other nodes take part. A hang in which nobody is named is posted
             YIELD_TICKS later then: the node of the rank that all wait for can name it.
+        waits: returns how the workers are by their collectives, which is asked while ``auto`` has
+            not learned a limit; None while those are not known.
         explain: returns a verdict with what more is known of the culprit, or None if it is no hang
             by that; it may take a while.
         blind: returns whether the workers' collectives cannot be seen, whatever the script does.
@@ -70,6 +73,7 @@ class Watchdog:
         look: Callable[[], Look | None],
         post: Callable[[events.HangSeen], None],
         several: bool = False,
+        waits: Callable[[], Look | None] = lambda: None,
         explain: Callable[[HangVerdict], HangVerdict | None] = lambda found: found,
         blind: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -77,9 +81,11 @@ class Watchdog:
         self._asked: float | Literal["auto"] = asked
         self._look = look
         self._post = post
+        self._waits = waits
         self._explain = explain
         self._lock = threading.Lock()
         self._history = RoundHistory()
+        self._unlearned = RoundHistory()
         self._round = -1
         self._told = False
         self._shown = False
@@ -102,7 +108,7 @@ class Watchdog:
     def begin(self, round_number: int) -> None:
         """Forget the round before, but for how long its pauses were."""
         with self._lock:
-            self._history = self._history.next_round()
+            self._history, self._unlearned = self._history.next_round(), RoundHistory()
             self._round, self._told, self._yielded = round_number, False, 0
 
     def limit(self) -> tuple[float | None, bool]:
@@ -131,7 +137,11 @@ class Watchdog:
             if round_number != self._round or self._told:
                 return
             self._history = advance(self._history, seen, LATE_TICKS * self.tick)
-            found = judge(self._history, limit(self._history, self._asked))
+            seconds = limit(self._history, self._asked)
+            found = judge(self._history, seconds)
+        if found is None and seconds is None:
+            waits = seen if seen.source == "collectives" else self._waits()
+            found = None if waits is None else self._judge_unlearned(waits, round_number)
         found = self._ripe(None if found is None else self._explained(found, seen))
         if found is not None:
             with self._lock:
@@ -141,6 +151,14 @@ class Watchdog:
             now, last = time.monotonic(), self.last_words()
             self._post(events.HangSeen(**asdict(found), round=round_number, at=now, last=last))
         self._note_silence()
+
+    def _judge_unlearned(self, seen: Look, round_number: int) -> HangVerdict | None:
+        """Judge by the collectives: whatever a script's rhythm is, nobody waits there for long."""
+        with self._lock:
+            if round_number != self._round:
+                return None
+            self._unlearned = advance(self._unlearned, seen, LATE_TICKS * self.tick)
+            return judge(self._unlearned, UNLEARNED_S, start=1.0)
 
     def _note_silence(self) -> None:
         """Log once in a run that nothing is watched, since the script shows no progress."""

@@ -1,8 +1,8 @@
-"""Run ``elaunch`` with an agent for which ``--hang-timeout auto`` is 3 s at the least, not 30."""
+"""Run ``elaunch`` whose ``--hang-timeout auto`` waits 5 s for what it has not learned, not 300."""
 
 import runpy
 
-from elaunch.agent.hangs import judge
+from elaunch.agent.hangs import watchdog
 
-judge.LEAST = 3.0
+watchdog.UNLEARNED_S = 5.0
 runpy.run_module("elaunch", run_name="__main__", alter_sys=True)
