@@ -12,10 +12,11 @@ another id         refused if a user chose both ids; otherwise: a chosen id stay
 ``created`` stays through all that: it tells the directory from another one at the same path.
 
 ``.lock`` is locked by ``flock``, which the kernel gives back at any end. The file names its holder,
-for the error message, and so that agents of one job of several nodes recognise each other: ``job``
-is the incarnation id, "" where there is none, or no round yet::
+for the error message, and so that agents of one job of several nodes recognise each other: ``jobs``
+are the incarnation ids of all plans that the holder has read, none before the first. A job gets
+another id with each store that is begun anew::
 
-    {"pid": 4711, "host": "a", "at": 1767225600.0, "job": ""}
+    {"pid": 4711, "host": "a", "at": 1767225600.0, "jobs": []}
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,9 +55,9 @@ class DirectoryLock:
     Forked processes would keep it beyond that end: they close the descriptor that they inherit.
     """
 
-    def __init__(self, path: Path, job: str = "") -> None:
+    def __init__(self, path: Path, jobs: Collection[str] = ()) -> None:
         _close_in_forked()
-        self._job: str | None = None
+        self._jobs: set[str] | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         _open.add(self)
         try:
@@ -71,19 +72,20 @@ class DirectoryLock:
             error.filename = str(path)
             raise
         try:
-            self.write_holder(job)
+            self.write_holder(jobs)
         except OSError:
             self.close()
             raise
 
-    def write_holder(self, job: str) -> None:
-        """Write into the file which process has the lock, for which job."""
-        if self._descriptor < 0 or job == self._job:
+    def write_holder(self, jobs: Collection[str]) -> None:
+        """Write into the file which process has the lock, and the ids of its job."""
+        if self._descriptor < 0 or set(jobs) == self._jobs:
             return
-        self._job = job
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time(), "job": job}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(who).encode() + b"\n", 0)
+        self._jobs = set(jobs)
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
+        content = json.dumps({**who, "jobs": sorted(jobs)}).encode() + b"\n"
+        os.pwrite(self._descriptor, content, 0)
+        os.ftruncate(self._descriptor, len(content))  # readers never find an empty file
         os.fsync(self._descriptor)  # NFS would show it to other machines at the end only
 
     def _drop(self) -> None:
@@ -112,11 +114,20 @@ def _close_inherited() -> None:
 class NoLock:
     """A lock that does nothing, for storage that has none."""
 
-    def write_holder(self, job: str) -> None:
+    def write_holder(self, jobs: Collection[str]) -> None:
         """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def holding_jobs(root: Path) -> frozenset[str]:
+    """Return the incarnation ids in the lock's file; none if it names none, or cannot be read."""
+    try:
+        jobs = read_json(root / layout.LOCK).get("jobs")
+    except (OSError, CheckpointError):
+        return frozenset()
+    return frozenset(map(str, jobs)) if isinstance(jobs, list) else frozenset()
 
 
 def _holder(path: Path) -> str:

@@ -71,7 +71,7 @@ def join(
     peers.start()
     stack.callback(peers.close)
     search, rests = _search(context, peers, saver.finisher)
-    world = World(_post(context, peers, group), search, group.fence)
+    world = World(_post(context, peers, group, saver.finisher), search, group.fence)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
     agreed = rules(settings, rendezvous, opener.hosts, killed_in)
     key = partial(_key_of, opener, settings.run_id)
@@ -178,7 +178,9 @@ def _compiled(context: RunContext, peers: Peers, group: WorkerGroup) -> Compiler
     )
 
 
-def _post(context: RunContext, peers: Peers, group: WorkerGroup) -> Callable[[News], None]:
+def _post(
+    context: RunContext, peers: Peers, group: WorkerGroup, finisher: DirectoryFinisher
+) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
     compiled = _compiled(context, peers, group)
     check = CheckpointCheck(context.settings.checkpoint_dir)
@@ -188,6 +190,7 @@ def _post(context: RunContext, peers: Peers, group: WorkerGroup) -> Callable[[Ne
             if problem := check.problem(news.plan):
                 context.post(MeetingFailed(UsageError.exit_code, problem))
                 return
+            finisher.enter(news.plan.job)
             peers.on_plan(news.plan, news.name)
             compiled.on_plan(news.plan, news.name)
         context.post(news)

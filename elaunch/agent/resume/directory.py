@@ -53,7 +53,8 @@ class DirectoryFinisher:
         held: names of stages of which agents have shards in memory.
         resumed: name of the stage that the round has resumed from, out of memory, or "".
         round: the newest that this node took part in.
-        jobs: the incarnation ids of this job, if it has several nodes, as far as they are known.
+        jobs: the incarnation ids of this job, if it has several nodes, as far as they are known:
+            those of the plans that this agent has read, and of those that other agents have.
         turn: held by the thread that searches.
     """
 
@@ -63,9 +64,9 @@ class DirectoryFinisher:
         self.held: frozenset[str] = frozenset()
         self.resumed = ""
         self.round = 0
-        self.jobs: frozenset[str] = frozenset()
+        self.jobs = set[str]()
         self.turn = threading.Lock()
-        self._job = ""
+        self._entered = set[str]()
         self._taking = threading.Lock()
         self._locks: dict[str, StorageLock] = {}
         self._origins: dict[str, Origin] = {}
@@ -75,9 +76,23 @@ class DirectoryFinisher:
         self._removing = threading.Lock()
 
     def enter(self, job: str) -> None:
-        """Note that a round of ``job`` begins here: others may know the lock by that id."""
-        self.jobs |= {job}
-        self._job = job
+        """Note the id of a plan that this agent has read; others may know the lock by it."""
+        if job in self._entered:
+            return
+        self._entered.add(job)
+        self.jobs.add(job)
+        if self._locks:
+            from elaunch.checkpoint.storage import atonce
+
+            atonce.start("name the lock's holder", self._write_holder)
+
+    def _write_holder(self) -> None:
+        with self._taking:
+            for lock in self._locks.values():
+                try:
+                    lock.write_holder(self._entered.copy())
+                except OSError as error:
+                    log.warning("cannot write into the checkpoint directory's lock: %s", error)
 
     def lock(self, storage: Storage) -> None:
         """Take the directory for this job, once; SaveError names the job that has it.
@@ -96,22 +111,23 @@ class DirectoryFinisher:
         """Return whether it is locked; False, else SaveError with ``last``, for one to wait for."""
         with self._taking:
             root = str(storage.place)
-            if root in self._locks:
-                self._locks[root].write_holder(self._job)
-                return True
             try:
-                self._locks[root] = storage.lock(self._job)
+                if root not in self._locks:
+                    self._locks[root] = storage.lock(self._entered.copy())
             except SaveError:
+                from elaunch.checkpoint.ownership import holding_jobs
+
                 several = self._settings.rendezvous is not None
                 run_id = text_in(storage.place, layout.RUN, "run_id")
                 if not several or run_id != self._settings.run_id:
                     raise
-                # An id that is not known is no proof of another job.
-                holder = text_in(storage.place, layout.LOCK, "job")
-                ours = not holder or not self.jobs or holder in self.jobs
+                # That no id is known is no proof of another job.
+                jobs = holding_jobs(Path(root))
+                ours = not jobs or not self.jobs or not jobs.isdisjoint(self.jobs)
                 if last and not ours:
                     raise
                 return ours
+            self._locks[root].write_holder(self._entered.copy())  # a plan may have come meanwhile
             return True
 
     def close(self) -> None:

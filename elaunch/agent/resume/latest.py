@@ -50,7 +50,7 @@ def look(
     run_id = settings.run_id if shared else None
     problem, exit_code = None, CheckpointError.exit_code
     try:
-        finisher.jobs |= asked.jobs
+        finisher.jobs.update(asked.jobs)
         finisher.held = _held(asked)
         with logged_wait(lambda seconds: STILL.format(root=root, seconds=seconds)), finisher.turn:
             finisher.finish(root, run_id)

@@ -83,8 +83,6 @@ class AgentSaver:
         """Serve the workers of this round, which are about to start, and none of any other."""
         self.finisher.round = round_.round
         self.finisher.resumed = "" if round_.checkpoint is None else round_.checkpoint.stage
-        if round_.plan is not None:
-            self.finisher.enter(round_.plan.job)
         self.finisher.retire(round_.resumed)
         with self._lock:
             self._round = round_

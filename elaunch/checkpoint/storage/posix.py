@@ -111,9 +111,9 @@ class PosixStorage:
         self._origin = Origin(self._root)
         self._demand_origin()
 
-    def lock(self, job: str = "") -> DirectoryLock:
+    def lock(self, jobs: Collection[str] = ()) -> DirectoryLock:
         """Take the directory for this job; SaveError names who has it."""
-        return DirectoryLock(self._root / layout.LOCK, job)
+        return DirectoryLock(self._root / layout.LOCK, jobs)
 
     def open_stage(self, stage: Stage, rank: int | None = None) -> Path:
         """Return the stage's directory, or in it that of ``rank``; SaveError if it is committed."""

@@ -44,8 +44,8 @@ class StorageLock(Protocol):
     def close(self) -> None:
         """Give the lock back; a second call does nothing."""
 
-    def write_holder(self, job: str) -> None:
-        """Write into the lock's file that ``job`` has it, as for ``Storage.lock``."""
+    def write_holder(self, jobs: Collection[str]) -> None:
+        """Write ``jobs`` into the lock's file, as for ``Storage.lock``."""
 
 
 class Storage(Protocol):
@@ -65,10 +65,10 @@ class Storage(Protocol):
         too, has the directory; an id that was made up may be replaced by any.
         """
 
-    def lock(self, job: str = "") -> StorageLock:
+    def lock(self, jobs: Collection[str] = ()) -> StorageLock:
         """Take the directory for this job; SaveError names who has it. No lock on URLs.
 
-        ``job`` is the incarnation id by which other agents of the same job know that it is theirs.
+        ``jobs`` are the incarnation ids by which other agents of this job know that it is theirs.
         """
 
     def open_stage(self, stage: Stage, rank: int | None = None) -> Path:

@@ -82,7 +82,7 @@ class ObjectStorage:
         if document is not None:
             self._objects.put(layout.RUN, document)
 
-    def lock(self, job: str = "") -> NoLock:
+    def lock(self, jobs: Collection[str] = ()) -> NoLock:
         """Return something to close: there is no lock on such storage."""
         return NoLock()
 

@@ -278,6 +278,30 @@ def test_an_agent_of_the_same_job_of_several_nodes(
     held.close()
 
 
+def test_an_agent_whose_store_has_begun_anew_twice(
+    settings: Settings, storage: Storage, tmp_path: Path
+) -> None:
+    """It holds the lock and has not saved since; who hosts the store now is new and knows one id.
+
+    Which one, the newest that it has read or the one of its last round, is no matter.
+    """
+    line = {"nnodes": "2", "rdzv-endpoint": "localhost:29400", "rdzv-backend": "c10d"}
+    line |= {"rdzv-id": "digits", "checkpoint-dir": str(storage.place)}
+    script = [str(tmp_path / "train.py")]
+    several = resolve(line, script, {"PATH": os.environ["PATH"]}, tmp_path)
+    holder = DirectoryFinisher(several)
+    holder.enter("one")
+    holder.lock(storage)
+    for job in ("two", "three"):
+        holder.enter(job)
+    for seen in ("one", "two", "three"):
+        hosts = DirectoryFinisher(several)
+        found = latest.look(several, hosts, Search(jobs=frozenset(["four", seen])))
+        assert found.problem is None
+        hosts.close()
+    holder.close()
+
+
 def test_another_job_of_the_same_id(
     settings: Settings, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,11 +312,10 @@ def test_another_job_of_the_same_id(
     several = resolve(line, script, {"PATH": os.environ["PATH"]}, tmp_path)
     monkeypatch.setattr("elaunch.agent.resume.directory.LOCK_S", 0.2)
     first, same, other = (DirectoryFinisher(several) for _ in range(3))
-    first.jobs = frozenset(["one"])
-    first.lock(storage)  # the search before its first round
+    first.lock(storage)  # the search before its first plan is published
     first.enter("one")
-    first.lock(storage)
-    same.jobs, other.jobs = frozenset(["new", "one"]), frozenset(["two"])
+    same.jobs.update(["new", "one"])
+    other.enter("two")
     same.lock(storage)
     with pytest.raises(SaveError, match="another job"):
         other.lock(storage)
