@@ -12,6 +12,7 @@ in one cgroup, so a count that grew during a round says that one of its processe
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -74,6 +75,19 @@ def ticks(fields: list[str]) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def user(pid: int) -> int:
+    """Return the user whose process it is; -1 where that is not seen."""
+    return int(status(pid).get("Uid", "-1").split()[0])
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or its number where it has no name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):  # -1 is no user
+        return "another user" if uid < 0 else str(uid)
+
+
 def status(pid: int | str) -> dict[str, str]:
     """Return the fields of ``/proc/PID/status``, also of ``self``; none when it is gone."""
     try:
@@ -100,12 +114,12 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return found
     for thread in threads:
         try:
             found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             if os.path.exists(f"/proc/{pid}/task/{thread}"):
                 return _children_by_scan(pid)
     return found
@@ -137,13 +151,24 @@ def descendants(root: int, exclude: Iterable[int] = ()) -> list[Process]:
     pending = [root]
     while pending:
         for pid in children(pending.pop(0)):
-            process = None if pid in left_out else read_process(pid)
+            process = None if pid in left_out else read_process(pid) or _hidden(pid)
             if process is None:
                 continue
             pending.append(pid)
             if process.living:
                 found.append(process)
     return found
+
+
+def _hidden(pid: int) -> Process | None:
+    """Return another user's process that ``/proc`` does not show (its mount option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return Process(pid, 0, "hidden", "?", 0, 1)
+    except ProcessLookupError:
+        pass
+    return None
 
 
 def process_name(pid: int) -> str:

@@ -177,7 +177,7 @@ class ShellCommand:
 
     def end(self) -> None:
         """Ask it to end, by SIGTERM, if it runs still."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may be sudo
             if not self._over.is_set():
                 os.kill(self._pid, signal.SIGTERM)
 

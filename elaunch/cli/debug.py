@@ -86,11 +86,17 @@ def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> 
     try:
         worker = os.pidfd_open(pid)
         stack.callback(os.close, worker)
-        from elaunch import env
+        from elaunch import env, proc
 
         signal.pidfd_send_signal(worker, env.DEBUG_SIGNAL)
     except ProcessLookupError:
         return _ended(run, rank, pid)
+    except PermissionError:
+        whose = proc.user_name(proc.user(pid))
+        raise UsageError(
+            f"rank {rank} (pid {pid}) belongs to {whose}, and you may not signal it: run `elaunch "
+            "debug` as that user or as root"
+        ) from None
     if not _wait(listener, worker, SOON_MS):
         _show_wait(run, rank, pid)
         _wait(listener, worker, None)

@@ -7,7 +7,6 @@ at which it started; an agent by host, boot and pid namespace, too.
 from __future__ import annotations
 
 import os
-import pwd
 from typing import Final, Literal, TypedDict
 
 from elaunch import proc
@@ -59,15 +58,11 @@ def this_agent() -> AgentRecord:
     process = proc.read_process(pid)
     if process is None:
         raise RunDirError(f"/proc does not show this process (pid {pid}): is /proc mounted?")
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
     return {
         "pid": pid,
         "create_time": proc.create_time(process),
         "host": os.uname().nodename,
-        "user": user,
+        "user": proc.user_name(os.getuid()),
         "start_ticks": process.start,
         "boot_id": proc.boot_id(),
         "pid_ns": proc.pid_namespace(),

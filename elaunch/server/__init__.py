@@ -33,7 +33,8 @@ server      warmed              problem (text or null), seconds, settings (varia
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
 server      exited              the fields of elaunch.endings.Exit
-server      swept               round, killed (pids and names), survivors (same)
+server      swept               round, killed (pids and names), survivors (and
+                                users, or null)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed
 server      held                on (whether all workers have been stopped, or go on)

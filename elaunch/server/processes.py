@@ -8,8 +8,8 @@ change this process (:func:`call_in_fork`), and its variables can be read as the
 (:func:`environment_of_fork`).
 
 A sweep ends everything below the server: politely for the grace, then by SIGKILL, then it gives up
-by name. A process in uninterruptible sleep cannot be killed; it is reported as a survivor, not
-waited for.
+by name. A process in uninterruptible sleep cannot be killed, and one of another user may not be
+signalled (a worker has called ``sudo``): both are reported as survivors, not waited for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def die_with_parent(parent: int = 0, signum: int = signal.SIGKILL) -> None:
 
 
 def send_signal(process: Process, signum: int) -> bool:
-    """Signal ``process`` unless its pid is another's by now; True when the signal was sent."""
+    """Signal ``process`` unless its pid is another's by now; True when the signal was sent.
+
+    False also where this user may not signal it.
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -71,7 +74,7 @@ def send_signal(process: Process, signum: int) -> bool:
         if not _is_same(process):
             return False
         signal.pidfd_send_signal(pidfd, signum)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     finally:
         os.close(pidfd)
@@ -86,7 +89,7 @@ def _is_same(process: Process) -> bool:
 def _kill(pid: int, signum: int) -> bool:
     try:
         os.kill(pid, signum)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 
@@ -243,6 +246,7 @@ class Sweep:
         self._spared = spared
         self._killed: dict[int, str] = {}
         self._survivors: list[Process] = []
+        self._refused: set[int] = set()
         now = time.monotonic()
         self._kill_at = now + message["grace"]
         self._give_up_at = self._kill_at + message["deadline"]
@@ -267,16 +271,23 @@ class Sweep:
         now = time.monotonic()
         if now < self._kill_at:
             return False
+        refused, self._refused = self._refused, set()
         for process in living:
             if send_signal(process, signal.SIGKILL):
                 self._killed[process.pid] = process.name
-        if now < self._give_up_at:
+            else:
+                self._refused.add(process.pid)
+        # One that is still there at the second look has not just ended: it may not be signalled.
+        if now < self._give_up_at and not all(process.pid in refused for process in living):
             return False
         self._survivors = living
         return True
 
     def outcome(self) -> Message:
         """Return the ``swept`` message."""
-        survivors = [[process.pid, process.name] for process in self._survivors]
+        survivors = [
+            [each.pid, each.name, proc.user(each.pid) if each.pid in self._refused else None]
+            for each in self._survivors
+        ]
         killed = [[pid, name] for pid, name in self._killed.items()]
         return {"op": "swept", "round": self._round, "killed": killed, "survivors": survivors}

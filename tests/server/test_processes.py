@@ -359,7 +359,7 @@ def test_who_does_not_die_is_given_up_by_name(
         monkeypatch.setattr(processes, "send_signal", lambda process, signum: True)
         swept, took = sweep(order(0, 0.0, 0.3), pid)
         assert took >= 0.3
-        assert [each for each, _ in swept.outcome()["survivors"]] == [child]
+        assert [each for each, *_ in swept.outcome()["survivors"]] == [child]
 
 
 def test_when_to_look_again(ready: Ready) -> None:

@@ -112,11 +112,14 @@ class RanksAsked(Struct, frozen=True):
 
 
 class TreeGone(Struct, frozen=True):
-    """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die."""
+    """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die.
+
+    A survivor has the user whose process it is if that is why, None if it hangs in the kernel.
+    """
 
     round: int
     killed: tuple[tuple[int, str], ...] = ()
-    survivors: tuple[tuple[int, str], ...] = ()
+    survivors: tuple[tuple[int, str, int | None], ...] = ()
 
 
 class StoreLost(Struct, frozen=True):

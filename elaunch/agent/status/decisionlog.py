@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Action, EndTree, Finish, Meet, Nothing, StartRound
 from elaunch.agent.policy.state import State
@@ -126,8 +126,13 @@ class DecisionLog:
         if event.killed:
             names = ", ".join(f"{name} ({pid})" for pid, name in event.killed)
             log.info("round %d: killed what the workers had left: %s", event.round, names)
-        for pid, name in event.survivors:
-            log.error("process %d (%s) does not die: it hangs in the kernel; left alone", pid, name)
+        for pid, name, user in event.survivors:
+            why = "does not die: it hangs in the kernel"
+            if user is not None:
+                why = (
+                    f"is left: it belongs to {proc.user_name(user)}, and elaunch may not signal it"
+                )
+            log.error("process %d (%s) %s", pid, name, why)
 
     def _tell_passed_over(self, event: events.CheckpointChosen) -> None:
         if event.search.checkpoint is None and event.problem is None:

@@ -159,7 +159,8 @@ class WorkerServer:
             return
         workers = proc.children(self.pid) if proc.is_frozen(self.pid) else []
         for pid in (self.pid, *workers):
-            with contextlib.suppress(ProcessLookupError):  # it may end in this moment
+            # It may end in this moment, or have become another user's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -187,7 +188,12 @@ class WorkerServer:
         atonce.start("sweeper", self._sweep_orphans, round_number)
 
     def _sweep_orphans(self, round_number: int) -> None:
-        self._post(_tree_gone(self._sweep_own(round_number)))
+        try:
+            gone = _tree_gone(self._sweep_own(round_number))
+        except Exception:  # the loop waits for this event, and has no deadline beside it
+            log.exception("cannot end what the workers have left")
+            gone = events.TreeGone(round_number)
+        self._post(gone)
 
     def _sweep_own(self, round_number: int) -> Message:
         order = {"round": round_number, "signum": 0, "grace": 0.0, "deadline": KILL_DEADLINE}
@@ -221,7 +227,7 @@ class WorkerServer:
             self._pid,
             STOPPED_S,
         )
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self._pid, signal.SIGCONT)
 
     def _note_end(self, exitcode: int) -> None:
@@ -256,7 +262,6 @@ def _event(message: Message) -> events.Event:
 
 
 def _tree_gone(message: Message) -> events.TreeGone:
-    def pairs(name: str) -> tuple[tuple[int, str], ...]:
-        return tuple((pid, command) for pid, command in message[name])
-
-    return events.TreeGone(message["round"], pairs("killed"), pairs("survivors"))
+    killed = tuple((pid, name) for pid, name in message["killed"])
+    survivors = tuple((pid, name, user) for pid, name, user in message["survivors"])
+    return events.TreeGone(message["round"], killed, survivors)

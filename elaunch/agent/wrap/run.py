@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from signal import Signals
 
-from elaunch import env
+from elaunch import env, proc
 from elaunch.agent import signals
 from elaunch.agent.children import Reaper
 from elaunch.agent.logs.pump import LogPump
@@ -196,7 +196,10 @@ class Wrapper:
 
     def _outcome(self, gone: events.TreeGone) -> int:
         if gone.survivors:
-            left = ", ".join(f"{pid} ({name})" for pid, name in gone.survivors)
+            left = ", ".join(
+                f"{pid} ({name}{'' if user is None else f', of {proc.user_name(user)}'})"
+                for pid, name, user in gone.survivors
+            )
             self._show(f"processes that cannot be killed are left: {left}")
         if self._exited is None:
             raise ServerError(

@@ -469,6 +469,22 @@ print(json.dumps([gone.round, [pid for pid, name in gone.killed], gone.survivors
 
 
 @with_rig
+def test_a_sweep_that_fails_is_over_all_the_same(rig: Rig) -> None:
+    """The loop has no deadline beside the event: without it, it would wait for ever."""
+    server = rig.ready()
+    server.kill()
+    rig.next(events.ServerLost)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))  # /proc cannot be read any more
+    try:
+        server.sweep_orphans(4)
+        gone = rig.next(events.TreeGone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert gone == events.TreeGone(4)
+
+
+@with_rig
 def test_the_reaper_hears_of_a_child_that_ends_at_once(rig: Rig) -> None:
     """Again and again, also when there was no child at all in between."""
     codes: queue.SimpleQueue[int] = queue.SimpleQueue()
