@@ -25,7 +25,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -341,11 +340,7 @@ class Server:
             signums.append(signal.SIGCONT)
         for pid in self._workers:
             for signum in signums:
-                with suppress(PermissionError):  # it has become another user's (sudo)
-                    try:
-                        (os.killpg if message["group"] else os.kill)(pid, signum)
-                    except ProcessLookupError:  # just forked, it leads no group yet
-                        os.kill(pid, signum)
+                processes.signal_child(pid, signum, message["group"])
 
     def _end_expired(self) -> None:
         """Kill the processes whose timers have expired, and keep which of a worker it was."""

@@ -86,6 +86,15 @@ def _is_same(process: Process) -> bool:
     return now is not None and now.start == process.start
 
 
+def signal_child(pid: int, signum: int, group: bool) -> None:
+    """Signal a child, or its group; it may have become another user's, and gets nothing then."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group:
+            os.killpg(pid, signum)
+            return
+    _kill(pid, signum)  # just forked, it leads no group yet
+
+
 def _kill(pid: int, signum: int) -> bool:
     try:
         os.kill(pid, signum)

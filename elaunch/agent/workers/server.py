@@ -188,12 +188,11 @@ class WorkerServer:
         atonce.start("sweeper", self._sweep_orphans, round_number)
 
     def _sweep_orphans(self, round_number: int) -> None:
+        gone = events.TreeGone(round_number)
         try:
             gone = _tree_gone(self._sweep_own(round_number))
-        except Exception:  # the loop waits for this event, and has no deadline beside it
-            log.exception("cannot end what the workers have left")
-            gone = events.TreeGone(round_number)
-        self._post(gone)
+        finally:  # whatever happens: the loop waits for this event, and has no deadline beside it
+            self._post(gone)
 
     def _sweep_own(self, round_number: int) -> Message:
         order = {"round": round_number, "signum": 0, "grace": 0.0, "deadline": KILL_DEADLINE}
