@@ -98,6 +98,8 @@ class Settings(Struct, frozen=True):
     tmp: Literal["private", "shared"]
     rendezvous: RendezvousSettings | None
     exit_codes: Literal["elaunch", "torchrun"]
+    torchrun_report: bool
+    keep_runs: int
     interpreter: str
     dry_run: bool
     detach: bool

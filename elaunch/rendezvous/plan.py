@@ -75,7 +75,7 @@ class WorkerFailure(
     """The first worker of a node that failed, short enough to be sent to every other node.
 
     ``rank`` is the worker's rank in the job, ``exitcode`` negative for a signal, ``text`` the
-    cause as people read it (elaunch.agent.failure.report.render_cause), at most 4,000 characters;
+    cause as people read it (elaunch.agent.failure.report.render), at most 4,000 characters;
     ``age`` is the seconds since then when this was written, for no clock is shared; ``summary`` is
     what happened in one line where the end of this worker does not show it: a hang, or the culprit
     if that is another rank (elaunch.rendezvous.text.accused); ``signature`` is what the same

@@ -8,11 +8,11 @@ from elaunch import __main__ as command
 
 
 def main() -> int:
-    """Run ``elaunch run`` with torchrun's exit codes and this process' arguments; return its code.
+    """Run ``elaunch run`` with torchrun's exit codes and report; return its code.
 
     A flag of elaunch's own may stand among torchrun's.
     """
-    sys.argv[1:1] = ["run", "--exit-codes=torchrun"]
+    sys.argv[1:1] = ["run", "--exit-codes=torchrun", "--torchrun-report"]
     return command.main()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
-from tests.launching import Launcher
+from tests.launching import Launcher, without_waits
 
 pytestmark = pytest.mark.slow
 SPEAK = ("say=out", "err=oops")
@@ -150,9 +150,9 @@ def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path:
 
 
 def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> None:
-    """Rank, traceback, log, then torchrun's table, then the result."""
+    """Rank, traceback, log, then torchrun's table if asked for, then the result."""
     words = ["say=up", "1:raise=the data are gone", "wait"]
-    done = elaunch.run(act(SPAWN, *words))
+    done = elaunch.run(act(SPAWN, *words, flags=["--torchrun-report"]))
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("rank 1 (local_rank 1, pid") :]
     lines = report.rstrip("\n").split("\n")
@@ -168,10 +168,53 @@ def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> N
     assert "torch.distributed.elastic.multiprocessing.errors.ChildFailedError" in done.stderr
 
 
+FOUR_LINES = """\
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1: raise ValueError("my own bug")
+dist.barrier()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_a_script_of_four_lines_fails(elaunch: Launcher, tmp_path: Path, nproc: int) -> None:
+    """Its own traceback is shown once, nobody else's, and no table."""
+    script = tmp_path / "four.py"
+    script.write_text(FOUR_LINES)
+    done = elaunch.run(["run", f"--nproc-per-node={nproc}", "--run-id=four", str(script)])
+    assert done.returncode == 1
+    lines = without_waits(done.stderr).splitlines()
+    assert len(lines) <= 20, done.stderr
+    assert done.stderr.count("Traceback (most recent") == 1, done.stderr
+    assert "  ValueError: my own bug" in lines
+    assert "Connection closed by peer" not in done.stderr
+    logs = elaunch.run(["logs", "four", "--rank", "1"])
+    assert logs.stderr.count("ValueError: my own bug") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "shown"),
+    [
+        (["-t", "3"], ["1:raise=boom", "wait"], 2),
+        (["--log-dir=/dev/null"], ["1:raise=boom", "wait"], 2),
+        ([], ["err=Traceback (most recent call last):"], 2),
+        ([], ["err=Traceback (most recent call last):", "err=going on", "sleep=1.1", "err=on"], 2),
+    ],
+)
+def test_tracebacks_that_are_shown_after_all(
+    elaunch: Launcher, flags: list[str], words: list[str], shown: int
+) -> None:
+    """Of streams that are tee'd, that no file has, and of workers that do not fail."""
+    done = elaunch.run(act(SPAWN, *words, flags=flags))
+    assert done.stderr.count("Traceback (most recent call last):") == shown, done.stderr
+    assert "Tracebacks of" not in done.stderr
+
+
 def test_a_restarted_failure_is_reported_without_the_table(elaunch: Launcher) -> None:
     """Tools that look for the table find it when the job has failed, and only then."""
     words = ["r0:raise=first blood"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1"]))
+    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1", "--torchrun-report"]))
     assert done.returncode == 0
     assert "RuntimeError: first blood" in done.stderr
     assert "=====" not in done.stderr

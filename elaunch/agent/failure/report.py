@@ -1,4 +1,4 @@
-"""The failure report as text for people: the cause first, the others, then torchrun's table.
+"""The failure report as text for people: the cause first, the others, torchrun's table if asked.
 
 ::
 
@@ -33,7 +33,7 @@
       …
     ============================================================
 
-The table is torchrun's character for character, since schedulers and log parsers read it: what
+The table (--torchrun-report) is torchrun's character for character, for log parsers: what
 ``ChildFailedError.format_msg`` of torch 2.13 writes, below the line with which Python begins to
 print that exception. A row's number is its place in the order of ranks.
 
@@ -101,20 +101,16 @@ def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bo
     )
 
 
-def render(report: FailureReport) -> str:
-    """Return the report as text: the cause, the others, and torchrun's table."""
-    return f"{render_cause(report)}\n{tracebacks.printable(_table(report))}\n"
+def render(report: FailureReport, *, table: bool = False) -> str:
+    """Return the report as text: the cause, the others, and torchrun's table if asked for."""
+    parts = ["\n".join(lines(report)) for lines in (_cause, _others, _next)]
+    text = tracebacks.printable("\n\n".join(part for part in parts if part)) + "\n"
+    return f"{text}\n{render_table(report)}" if table else text
 
 
 def render_table(report: FailureReport) -> str:
     """Return torchrun's table alone, for a round whose cause was printed before."""
     return f"{tracebacks.printable(_table(report))}\n"
-
-
-def render_cause(report: FailureReport) -> str:
-    """Return the cause and the others without the table, for a round that is restarted."""
-    parts = ["\n".join(lines(report)) for lines in (_cause, _others, _next)]
-    return tracebacks.printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def _identity(end: Exit) -> str:

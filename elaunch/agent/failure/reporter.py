@@ -2,8 +2,9 @@
 
 What the dead workers left (last lines, error files) is kept before the next round reuses the log
 pump (:meth:`Reporter.see`); the report is made, shown and written after that round was started,
-since it can wait and the workers cannot (:meth:`Reporter.report_on`). Reports of rounds that were
-restarted are shown without torchrun's table. In a job of several nodes the cause is shown as soon
+since it can wait and the workers cannot (:meth:`Reporter.report_on`). It shows one traceback: the
+log pump keeps the others from the console. torchrun's table is shown at the end of the job, with
+--torchrun-report. In a job of several nodes the cause is shown as soon
 as the plan says whose failure was the first. What is written is completed when the next round
 begins, since then it is known what that resumes from.
 """
@@ -96,6 +97,8 @@ class Reporter:
             self._notice(state)
         elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
             self._show_stacks(event)
+        if state.phase is Phase.RUNNING and turn.after.phase is not Phase.RUNNING:
+            self._pump.withhold()
         if turn.begun is not None and self._made is None:
             self._keep(state)
 
@@ -105,6 +108,7 @@ class Reporter:
         What is returned finds what is known of the culprit (FailureReport.accused).
         """
         assert state.first is not None  # its caller has looked
+        self._pump.withhold()
         self._notice(state)
         self._scene, lost, is_victim, first = no_scene, False, False, None
         if state.limits.meets or state.first.exitcode in explain.TEXT_COUNTS:
@@ -134,14 +138,15 @@ class Reporter:
             return  # the next round does not wait for the report of this one
         if isinstance(turn.action, StartRound | Finish | Meet):
             self._report(state, turn.begun)
-            shown_before = self._shown
             self._show(state, final)
+            if final or isinstance(turn.action, StartRound):
+                self._settle(state)
             if final:
-                self._end(state, shown_before)
+                self._end(state)
             if not isinstance(turn.action, Meet):
                 self._made, self._shown = None, False
         elif meets and turn.after.phase is Phase.MEETING:
-            self._show(turn.after, final)
+            self._show(turn.after)
 
     def _report(self, state: State, begun: Round | None) -> None:
         """Make and write the report, or complete it by the round that follows."""
@@ -153,11 +158,12 @@ class Reporter:
         if made is None or (made is self._made and begun is None):
             return
         self._made = made = replace(made, follows=begun)
-        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": report.render(made)}
+        text = report.render(made, table=self._settings.torchrun_report)
+        contents = {"json": json.dumps(made.to_dict(), indent=1), "txt": text}
         self._write_files(made.round, contents)
         self._status_record.note_failure(made.to_dict())
 
-    def _show(self, state: State, final: bool) -> None:
+    def _show(self, state: State, final: bool = False) -> None:
         """Print what ended the round, as soon as the plan says what did."""
         publisher = self._publisher
         if not (final or nodes.is_decided(state)):
@@ -168,19 +174,30 @@ class Reporter:
                 self._status_record.note_job_failure(found)
             return
         if self._made is not None and not self._shown:
-            show = report.render if final else report.render_cause
-            self._pump.show(show(self._made))
+            self._pump.show(report.render(self._made))
             self._shown = True
 
-    def _end(self, state: State, shown_before: bool) -> None:
-        """Write the launcher's own error file; print the table that is missing so far."""
+    def _settle(self, state: State) -> None:
+        """Drop the tracebacks that the report makes superfluous, and those of a stop from outside.
+
+        What the workers of any other round wrote is shown.
+        """
+        made, elsewhere = self._made, self._publisher.failed_elsewhere(state) is not None
+        ranks: tuple[int, ...] = ()
+        if made is not None and not elsewhere:
+            ranks = (made.first.exit.rank, *(made.culprit.ranks if made.culprit else ()))
+        drops = self._shown or elsewhere or state.interrupted is not None
+        self._pump.settle(state.round, drops=drops, shown=ranks, run=self._settings.run_id)
+
+    def _end(self, state: State) -> None:
+        """Write the launcher's own error file; print the table for who reads that."""
         publisher = self._publisher
         found = publisher.failed_elsewhere(state)
         if found is not None:
             publisher.write_launcher_file(found, os.environ)
         elif self._made is not None:
-            if shown_before:
-                self._pump.show(report.render_table(self._made))
+            if self._settings.torchrun_report:
+                self._pump.show(f"\n{report.render_table(self._made)}")
             report.write_launcher_file(self._made, os.environ)
 
     def _notice(self, state: State) -> None:

@@ -16,6 +16,9 @@ file). A `LineWriter` is one worker's stream as one console shows it. Both keep 
   there: it goes before anything is written, and a line that is not whole yet has its place. It is
   drawn only while this process is in the foreground: the shell's prompt is left alone.
 * A console that is gone (``| head``, a closed terminal) swallows what is written to it.
+* From a traceback on, a writer that *withholds* keeps its worker's lines: they may be its last
+  words, and a failure report shows those of one rank only. They are shown after all if the worker
+  goes on writing (`GOES_ON`), or has not ended after `WITHHELD_AGE` seconds (see the pump).
 
 The agent's own log lines are printed between the workers' lines, one line each (`logging_to`).
 """
@@ -42,8 +45,16 @@ PARTIAL_AGE = 0.2
 BULK_SILENCE = 2.0
 BULK = 64 * 1024
 HELD_LIMIT = 16 * 1024 * 1024
+WITHHELD_AGE = 5.0
+GOES_ON = 1.0
+"""Seconds after its traceback in which a worker that ends has written the rest of it."""
 
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_LAST_WORDS = re.compile(
+    rb"^(?:\[rank\d+\]: ?)?(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):"
+    rb"|Fatal Python error: |terminate called )",
+    re.MULTILINE,
+)
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BUFFERS_PER_WRITE = 64
 _ERASE = b"\r\x1b[K"
@@ -201,17 +212,31 @@ class LineWriter:
         worker: local rank.
         prefix: put at the start of every line shown.
         eager: show partial lines at once; for the only worker of a console.
+        withholds: keep a traceback, and what follows it.
+
+    Attributes:
+        withheld: the traceback and what followed it.
+        waits: the worker's round has failed: what is withheld has no deadline.
     """
 
     def __init__(
-        self, console: Console, worker: int, *, prefix: bytes = b"", eager: bool = False
+        self,
+        console: Console,
+        worker: int,
+        *,
+        prefix: bytes = b"",
+        eager: bool = False,
+        withholds: bool = False,
     ) -> None:
         self.console = console
         self.worker = worker
+        self.withheld = bytearray()
+        self.waits = False
         self.bar = False
         self.cut = False
         self._prefix = prefix
         self._eager = eager
+        self._withholds = withholds
         self._held = bytearray()
         self._held_since = 0.0
         self._fed_at = 0.0
@@ -227,6 +252,9 @@ class LineWriter:
         """
         if self.console.gone:
             self._held.clear()
+            self.withheld.clear()
+            return
+        if self._withholds and self._withhold(data, now):
             return
         end = len(data) if self._eager else _end_of_lines(data)
         if end:
@@ -243,6 +271,8 @@ class LineWriter:
 
     def deadline(self) -> float | None:
         """Return the monotonic time at which the held bytes are to be shown, if there are any."""
+        if self.withheld:
+            return None if self.waits else self._held_since + WITHHELD_AGE
         if not self._held:
             return None
         if len(self._held) < BULK:
@@ -254,9 +284,26 @@ class LineWriter:
         self._held_since = self._fed_at = now
 
     def show_held(self) -> None:
-        """Show what is held as it is: its deadline passed, or the stream ended."""
-        if self._held:
-            self._release()
+        """Show what is held or withheld as it is: its deadline passed, or the stream ended."""
+        if self._held or self.withheld:
+            data = bytes(self.withheld)
+            self.withheld.clear()
+            self._release(data)
+
+    def _withhold(self, data: bytes, now: float) -> bool:
+        """Keep what may be the worker's last words; return whether all of ``data`` is kept."""
+        if not self.withheld:
+            found = _LAST_WORDS.search(data)
+            if found is None:
+                return False
+            if self._held or found.start():
+                self._release(data[: found.start()])
+            data, self._held_since = data[found.start() :], now
+        self.withheld += data
+        late = now - self._held_since > GOES_ON and not self.waits
+        if late or len(self.withheld) > BULK:
+            self.show_held()
+        return True
 
     def _release(self, data: bytes = b"") -> None:
         text = bytes(self._held) + data

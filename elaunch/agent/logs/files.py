@@ -81,6 +81,7 @@ class LogFile:
     def __init__(self, path: Path, complain: Complaint) -> None:
         self.path = path
         self._complain = complain
+        self.is_whole = True
         self._fd = -1
         self._lost = 0
         self._reason = ""
@@ -106,6 +107,7 @@ class LogFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as exc:
+            self.is_whole = False
             self._lost, self._reason = len(rest), exc.strerror or str(exc)
             self._complain(self.path, exc)
 

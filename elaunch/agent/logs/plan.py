@@ -53,6 +53,8 @@ class LogPlan(Struct, frozen=True):
         at_once: show what has no line end yet at once, where the console shows one worker only;
             not where others write to the same place.
         listener: returns what gets all that a local rank writes, stdout and stderr alike.
+        withholds: keep tracebacks from the console until it is known which one a failure report
+            shows (`LogPump.settle`). Not those of streams that are tee'd, or that have no file.
     """
 
     log_root: Path | None
@@ -65,6 +67,7 @@ class LogPlan(Struct, frozen=True):
     role: str = "default"
     at_once: bool = True
     listener: Callable[[int], Callable[[bytes], None]] | None = None
+    withholds: bool = False
 
     def prefix(self, local_rank: int, rank: int) -> bytes:
         """Return what a tee'd line of this rank begins with."""
@@ -122,4 +125,5 @@ def plan_of_run(
         prefix_template=settings.log_line_prefix_template or environ.get(env.LOG_PREFIX_TEMPLATE),
         role=settings.role,
         listener=listener,
+        withholds=log_root is not None,
     )

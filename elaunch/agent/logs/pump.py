@@ -9,6 +9,10 @@ gone, `finish_round`; `close`. A round's files are opened and closed by a thread
 (elaunch.agent.logs.streams), so that a round may begin while the files of the last are closed.
 `show`, `tail` and `paths` may be called from any thread.
 
+A traceback on stderr is kept from the console for some seconds (`LineWriter`). If the round fails
+meanwhile (`withhold`) it is kept until the round's failure report has been shown, and then dropped
+(`settle`): the report has the one that matters, the log files have all.
+
 A turn costs more than the lines that it takes. So of those in one second FREE_TURNS follow each
 other at once, and between the others the pump rests, for what comes meanwhile to come together.
 
@@ -25,13 +29,14 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 from elaunch.agent.logs.console import Console, open_consoles, write_directly
 from elaunch.agent.logs.plan import STREAM_BITS, LogPlan
 from elaunch.agent.logs.streams import LogRound, OutputStream, open_streams
+from elaunch.text import ranks
 
 __all__ = ["LogPlan", "LogPump"]
 
@@ -71,6 +76,7 @@ class LogPump:
         self._round: LogRound | None = None
         self._unclosed: list[LogRound] = []
         self._live: dict[OutputStream, LogRound] = {}
+        self._withheld: dict[OutputStream, LogRound] = {}
         self._full: set[Console] = set()
         self._shown: set[str] = set()
         self._stop_at: float | None = None
@@ -141,6 +147,22 @@ class LogPump:
             finished.ended.wait(_ABANDON_WAIT)
         finished.done.wait(CLOSE_PATIENCE)
         return finished.ended.is_set() and not finished.held
+
+    def withhold(self) -> None:
+        """Keep the tracebacks of the newest round from the console until `settle`."""
+        if self._round is not None:
+            self._post(partial(self._withhold, self._round))
+
+    def settle(self, round: int, *, drops: bool, shown: Collection[int] = (), run: str) -> None:
+        """Drop the tracebacks that were kept from the console since a round failed, or show them.
+
+        Args:
+            round: which.
+            drops: drop them, and say where they are; those that no file has are shown.
+            shown: ranks whose tracebacks a report has shown.
+            run: run id, for the line that says where they are.
+        """
+        self._post(partial(self._settle, round, drops, shown, run))
 
     def tail(self, local_rank: int, lines: int) -> list[str]:
         """Return the last lines of a worker's stderr in the newest round, without line ends.
@@ -259,15 +281,20 @@ class LogPump:
                 os.eventfd_read(self._wake)
         while self._inbox:
             self._inbox.popleft()()
-        for stream in self._live:
+        for stream in [*self._live, *self._withheld]:
             due = _deadline(stream)
             if due is not None and due <= now and stream.writer is not None:
                 stream.writer.show_held()
+                self._withheld.pop(stream, None)
         self._flush_consoles()
         self._pause_and_resume(now)
 
     def _timeout(self) -> float | None:
-        times = [due for stream in self._live if (due := _deadline(stream)) is not None]
+        times = [
+            due
+            for stream in [*self._live, *self._withheld]
+            if (due := _deadline(stream)) is not None
+        ]
         if self._stop_at is not None:
             times.append(self._stop_at)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -281,6 +308,8 @@ class LogPump:
         if self._live.pop(stream, None) is not None and not stream.paused:
             self._selector.unregister(stream.fd)
         stream.close()
+        if stream.writer is not None and stream.writer.withheld:
+            self._withheld[stream] = of_round
         of_round.live.discard(stream)
         if not of_round.live:
             of_round.ended.set()
@@ -294,6 +323,26 @@ class LogPump:
         if overdue.held:
             held = ", ".join(overdue.held)
             self._show(f"elaunch: a process still holds open: {held}; it is no longer read")
+
+    def _withhold(self, failing: LogRound) -> None:
+        for stream in failing.streams.values():
+            if stream.writer is not None:
+                stream.writer.waits = True
+
+    def _settle(self, number: int, drops: bool, shown: Collection[int], run: str) -> None:
+        dropped = set()
+        for stream, of_round in [*self._live.items(), *self._withheld.items()]:
+            writer = stream.writer
+            if of_round.number != number or writer is None or not writer.withheld:
+                continue
+            if drops and stream.file is not None and stream.file.is_whole:
+                writer.withheld.clear()
+                dropped.add(stream.rank)
+            else:
+                writer.show_held()
+            self._withheld.pop(stream, None)
+        if others := sorted(dropped.difference(shown)):
+            self._show(f"Tracebacks of {ranks(others)}: elaunch logs {run} --round {number}")
 
     def _flush_consoles(self) -> None:
         for console in set(self._consoles.values()):
@@ -330,6 +379,10 @@ class LogPump:
             console.show_live(text)
 
     def _stop(self, deadline: float) -> None:
+        for stream in self._withheld:
+            if stream.writer is not None:
+                stream.writer.show_held()
+        self._withheld.clear()
         self._stop_at = deadline
 
     def _stopped(self) -> bool:

@@ -130,8 +130,11 @@ class OutputStream:
         self._size = size
 
     def close(self) -> None:
-        """Show and copy the unfinished last line, then close the read end; the file stays open."""
-        if self.writer is not None:
+        """Show and copy the unfinished last line, then close the read end; the file stays open.
+
+        What is withheld is shown later, or never.
+        """
+        if self.writer is not None and not self.writer.withheld:
             self.writer.show_held()
         if self.line_filter is not None:
             self.line_filter.end()
@@ -257,7 +260,13 @@ def open_streams(
             if console is not None:
                 prefix = plan.prefix(local_rank, stream.rank) if tees else b""
                 alone = plan.at_once and len(shown) == 1
-                stream.writer = LineWriter(console, local_rank, prefix=prefix, eager=alone)
+                stream.writer = LineWriter(
+                    console,
+                    local_rank,
+                    prefix=prefix,
+                    eager=alone,
+                    withholds=plan.withholds and name == "stderr" and not tees,
+                )
     except OSError:
         for fd in [*ends.values(), *(stream.fd for stream in opened.streams.values())]:
             os.close(fd)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from elaunch.agent.failure.ends import FailureReport
 from elaunch.agent.failure.errorfile import write_launcher_file
-from elaunch.agent.failure.report import render_cause
+from elaunch.agent.failure.report import render
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.state import Phase, State, failure
 from elaunch.agent.policy.turn import Turn
@@ -143,7 +143,7 @@ class StatusPublisher:
 
     def keep(self, report: FailureReport, signature: str) -> None:
         """Keep the cause of this node's failure as the text that other nodes will print."""
-        self._text, self._signature = render_cause(report)[:MAX_TEXT], signature
+        self._text, self._signature = render(report)[:MAX_TEXT], signature
         self._culprit = report.accused
 
     def _failure(self, state: State) -> WorkerFailure | None:

@@ -19,6 +19,7 @@ from elaunch.config.flags.flag import (
     switch,
 )
 from elaunch.env import HANDLED_SIGNALS
+from elaunch.runs.directory import KEEP_RUNS
 
 STOP = (
     Flag(
@@ -77,6 +78,11 @@ STOP = (
         one_of("elaunch", "torchrun"),
         "elaunch",
         "Exit code of a failed job: that of the first failed worker, or always 1, as torchrun's.",
+    ),
+    switch(
+        name="torchrun-report",
+        help="End the failure report of a job with torchrun's table, for tools that read it.",
+        torchrun=False,
     ),
 )
 
@@ -259,6 +265,12 @@ OTHER = (
         help="Run in the background, and print the run id for status, logs and stop.",
         torchrun=False,
         short="-d",
+    ),
+    own(
+        "keep-runs",
+        Kind(values.whole(1), "N", "1 or more"),
+        str(KEEP_RUNS),
+        "Number of completed runs, and of failed ones, whose records and logs stay.",
     ),
     switch(name="dry-run", help="Print what would start, and start nothing.", torchrun=False),
 )

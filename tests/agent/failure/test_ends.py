@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from elaunch.agent.failure.ends import Circumstances, Failure, build, summary
-from elaunch.agent.failure.report import render_cause
+from elaunch.agent.failure.report import render
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -250,8 +250,8 @@ def test_what_follows_and_what_it_costs() -> None:
     assert (found["at_step"], found["steps_lost"], found["culprit"]) == (43, 3, "it was rank 1")
     assert found["culprit_ranks"] == [1]
     assert found["follows"] == {"round": 4, "resumed_step": 40, "checkpoint": "/ck/40.pt"}
-    assert render_cause(made).startswith("it was rank 1\nrank 1 (local_rank 1, pid 4001) on host h")
-    assert render_cause(made).endswith(
+    assert render(made).startswith("it was rank 1\nrank 1 (local_rank 1, pid 4001) on host h")
+    assert render(made).endswith(
         "\nRound 4 resumes from step 40; 3 steps lost (it was at step 43): /ck/40.pt\n"
     )
     assert replace(made, at_step=39).steps_lost is None

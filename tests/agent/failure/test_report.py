@@ -9,11 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, Hang, build
-from elaunch.agent.failure.report import (
-    render,
-    render_cause,
-    write_launcher_file,
-)
+from elaunch.agent.failure.report import render, write_launcher_file
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.hangs.stackdump import StackGroup
@@ -43,8 +39,8 @@ def make(*exits: Failure) -> FailureReport:
 
 
 def lines(*exits: Failure) -> list[str]:
-    """Return the rendered lines above torchrun's table."""
-    return render(make(*exits)).partition("\ntorch.distributed.elastic")[0].rstrip().split("\n")
+    """Return the rendered lines without torchrun's table."""
+    return render(make(*exits)).rstrip().split("\n")
 
 
 def test_the_cause_comes_first() -> None:
@@ -60,7 +56,7 @@ def test_the_cause_comes_first() -> None:
 
 def test_the_last_thing_is_the_root_cause_for_parsers() -> None:
     """torchrun's table ends the report."""
-    text = render(make(FIRST))
+    text = render(make(FIRST), table=True)
     assert text.count("Root Cause (first observed failure):") == 1
     assert "  <NO_OTHER_FAILURES>\n" in text
     assert text.rstrip().endswith("\n" + "=" * 55)
@@ -96,7 +92,7 @@ def test_victims_and_stopped() -> None:
         "    RuntimeError: Connection closed by peer",
         "Stopped by elaunch: rank 2 (SIGTERM), rank 3 (exit code 0)",
     ]
-    table = render(make(FIRST, victim, *stopped)).partition("Failures:")[2]
+    table = render(make(FIRST, victim, *stopped), table=True).partition("Failures:")[2]
     assert "rank      : 2" in table and "rank      : 3" not in table
 
 
@@ -149,13 +145,12 @@ def test_odd_output_stays_printable() -> None:
     out = lines(replace(changed(FIRST, exitcode=3), tail=tail))
     assert out[2:5] == ["  red", "   2%", "  ?"]
     report = build("t\udcff.py", "node0", 0, [FIRST], 1)
-    assert "t?.py FAILED" in render(report)
+    assert "t?.py FAILED" in render(report, table=True)
 
 
-def test_a_restarted_round_shows_no_table() -> None:
-    """Parsers take the table for the end of the job."""
-    text = render_cause(make(FIRST))
-    assert render(make(FIRST)).startswith(text)
+def test_torchruns_table_is_for_who_asks() -> None:
+    text = render(make(FIRST))
+    assert render(make(FIRST), table=True).startswith(text)
     assert "ChildFailedError" not in text and text.endswith("stdout.log\n")
 
 
@@ -215,7 +210,7 @@ def accusing(other: Failure, sentence: str, scene: Scene | None = None) -> list[
     known = replace(KNOWN, scene=scene)
     found = build("t.py", "node0", 0, [first, other], 1, known)
     found = replace(found, culprit=Culprit((other.exit.rank,), sentence))
-    return render_cause(found).rstrip().split("\n")
+    return render(found).rstrip().split("\n")
 
 
 def test_the_culprit_comes_first_with_what_is_known_of_it() -> None:
@@ -260,7 +255,7 @@ def test_a_hang_of_a_rank_that_has_raised() -> None:
     """A thread keeps it from its end, say: its exception is shown."""
     ends = [left(rank, -15, 17e8 + 80, stopped=True) for rank in (1, 0, 2)]
     ends[0] = replace(ends[0], tail=TRACEBACK)
-    out = render_cause(build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=HANG))).split("\n")
+    out = render(build("t.py", "node0", 0, ends, 1, replace(KNOWN, hang=HANG))).split("\n")
     at = out.index("The last exception in its stderr:")
     assert out[at + 1 : at + 5] == [f"  {line}" for line in TRACEBACK]
     assert at < out.index("Python stacks at that time, most recent call first:")
@@ -268,7 +263,7 @@ def test_a_hang_of_a_rank_that_has_raised() -> None:
 
 def test_a_hang() -> None:
     """Who stands still comes first, then what all were doing; the signals are of no interest."""
-    out = render_cause(hung()).rstrip().split("\n")
+    out = render(hung()).rstrip().split("\n")
     assert out == [
         "rank 1 has made no progress for 60 s (step 41; the others are at step 42)",
         "(local_rank 1, pid 4001, on host node0, 75.2 s into round 0; known by the script)",
@@ -294,7 +289,7 @@ def test_a_hang_in_the_table_and_in_json() -> None:
     """The code of a hang, and its reason in place of a traceback."""
     made = hung()
     assert made.exit_code == 77
-    root = render(made).partition("Root Cause")[2]
+    root = render(made, table=True).partition("Root Cause")[2]
     assert f"traceback : {SEEN.reason} (stopped by elaunch)" in root
     found = json.loads(json.dumps(made.to_dict()))
     assert (found["exit_code"], found["summary"]) == (77, SEEN.reason)
@@ -308,7 +303,7 @@ def test_a_hang_in_the_table_and_in_json() -> None:
 def test_a_hang_of_all_without_stacks() -> None:
     """Nobody is accused; what is missing is said."""
     everyone = replace(SEEN, ranks=(0, 1, 2), last=())
-    text = render_cause(hung(Hang(everyone, HANG.at, StacksTaken(0))))
+    text = render(hung(Hang(everyone, HANG.at, StacksTaken(0))))
     assert "(seen on host node0, 75.2 s into round 0; known by the script)" in text
     assert "The stacks of the workers could not be taken in time." in text
 

@@ -55,7 +55,7 @@ def our_table(name: str, workers: list[dict[str, Any]], first: int) -> str:
         left(facts["rank"], facts["exitcode"], facts["at"], error_file=facts["error_file"])
         for facts in workers
     ]
-    text = render(build(name, socket.getfqdn(), 0, exits, first))
+    text = render(build(name, socket.getfqdn(), 0, exits, first), table=True)
     return text[text.index(HEADING) :]
 
 
@@ -93,7 +93,7 @@ def test_stopped_siblings_are_marked() -> None:
     """torchrun lists them as if they had failed; so do we, but say so."""
     first = left(1, 3, 17e8)
     sibling = left(0, -15, 17e8 + 1, stopped=True)
-    text = render(build("train.py", "node0", 0, [first, sibling], 1))
+    text = render(build("train.py", "node0", 0, [first, sibling], 1), table=True)
     assert "  exitcode  : -15 (pid: 4000)  (SIGTERM)\n" in text
     assert "Signal 15 (SIGTERM) received by PID 4000 (stopped by elaunch)\n" in text
 
@@ -102,6 +102,6 @@ def test_exception_in_stderr_stands_where_torch_has_nothing() -> None:
     """Instead of the advice to enable tracebacks."""
     tail = tuple(CALLSTACK.split("\n"))
     end = left(0, 1, 17e8, tail=tail, stderr_path="/logs/stderr.log")
-    text = render(build("train.py", "node0", 0, [end], 0))
+    text = render(build("train.py", "node0", 0, [end], 0), table=True)
     assert "  traceback : ValueError: b (see /logs/stderr.log)\n" in text
     assert NO_TRACEBACK not in text

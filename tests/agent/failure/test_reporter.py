@@ -37,13 +37,18 @@ class Rig:
         self.scene: Scene | None = None
         self.asked: list[bool] = []
         self.reasons: list[str] = []
+        self.settled: list[tuple[int, bool]] = []
         self.pump = SimpleNamespace(
             paths=lambda _: (None, None), tail=lambda *_: list(self.tail), show=self.said.append
         )
+        self.pump.withhold = lambda: None
+        self.pump.settle = lambda number, **how: self.settled.append((number, how["drops"]))
         self.group = SimpleNamespace(error_file=lambda *_: None)
         run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
-        settings = SimpleNamespace(entrypoint="t.py", max_same_failures=0)
+        settings = SimpleNamespace(
+            entrypoint="t.py", max_same_failures=0, torchrun_report=True, run_id="t"
+        )
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
         known: Any = {"group": self.group, "status_record": record, "publisher": publisher}
         known["scene"] = self.take_scene
@@ -75,16 +80,18 @@ def test_the_cause_is_shown_at_once_and_the_table_at_the_end(tmp_path: Path) -> 
     rig = Rig(tmp_path)
     again = (started(0, 1), started(1, 1), exited(0, 9, 1), exited(1, -15, 1, stopped=True))
     rig.show(Limits(2, max_restarts=1), *ROUND, *again, gone(1))
-    first, last = rig.said
+    first, last, table = rig.said
     assert first.startswith("rank 1 (local_rank 1, pid 1001)") and "the last words" in first
     assert TABLE not in first
-    assert last.startswith("rank 0 (local_rank 0, pid 1000)") and last.count(TABLE) == 1
+    assert last.startswith("rank 0 (local_rank 0, pid 1000)") and TABLE not in last
+    assert table.count(TABLE) == 1
     assert [found["summary"] for found in rig.noted] == [
         "rank 1 exited with code 7",
         "rank 0 exited with code 9",
     ]
     written = json.loads((tmp_path / "failure-0.json").read_text())
     assert [one["rank"] for one in written["stopped"]] == [0]
+    assert [number for number, drops in rig.settled if drops] == [0, 1]
 
 
 def test_what_workers_left_is_kept_where_the_next_plan_is_there_already(tmp_path: Path) -> None:
