@@ -147,7 +147,7 @@ class _Run:
             observers=(accuse, early, (*late, *watching)),
             standalone=standalone,
         )
-        prune = partial(directory.prune_for, context.run_dir, os.environ)
+        prune = partial(directory.prune_for, context.run_dir, os.environ, settings.keep_runs)
         atonce.start("prune", prune)
         saver.check()
         if detached is not None:

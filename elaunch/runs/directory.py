@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from elaunch import env
 from elaunch.errors import RunDirError, UsageError
 from elaunch.runs.identity import condition
 from elaunch.runs.record import FINAL_STATES, LIVE_STATES, Record, parse
@@ -357,14 +358,20 @@ def _is_live(run: RunDir, record: Record | None) -> bool:
             return False
 
 
-def prune_for(run: RunDir, environ: Mapping[str, str]) -> None:
+def prune_for(run: RunDir, environ: Mapping[str, str], keep: int | None = None) -> None:
     """Prune when a run begins; of very many with one id, on one shared home, only some do.
 
     Each reads what all have there. The more there are, the rarer one is drawn: of the first N about
     PRUNERS times log N.
     """
     if draw() % run.number < PRUNERS:
-        prune(environ)
+        prune(environ, _keep_runs(environ) if keep is None else keep)
+
+
+def _keep_runs(environ: Mapping[str, str]) -> int:
+    """Return what --keep-runs is for scripts that track a run without `elaunch run`."""
+    text = environ.get(env.KEEP_RUNS, "")
+    return max(1, int(text)) if re.fullmatch(r"[0-9]{1,9}", text) else KEEP_RUNS
 
 
 def prune(
@@ -372,22 +379,35 @@ def prune(
 ) -> list[Path]:
     """Delete the oldest ended runs and return their paths; the newest ended one always stays.
 
-    ``keep`` bounds the number of ended runs, ``max_bytes`` the disk space of all runs. A live run
-    is never deleted. Safe against agents that start, end or prune at the same moment.
+    ``keep`` bounds the number of completed runs and, for itself, that of the others that ended.
+    Refused command lines go first. ``max_bytes`` bounds the disk space of all runs: completed ones
+    go before the others. A live run is never deleted. Safe against agents that start, end or prune
+    at the same moment.
     """
     deleted: list[Path] = []
     for root in roots(environ):
         empty_trash(root)
     runs = records(environ)
     sizes = {run: disk_bytes(run.path) for run, _ in runs}
-    ended = [run for run, record in runs if not _is_live(run, record)]
+    ended = [(run, record) for run, record in runs if not _is_live(run, record)]
+    refused = [run for run, record in ended if record and _is_refused(record)]
+    completed = [run for run, record in ended if record and record["state"] == "COMPLETED"]
+    others = [run for run, _ in ended if run not in (*refused, *completed)]
     total = sum(sizes.values())
-    while len(ended) > 1 and (len(ended) > keep or total > max_bytes):
-        oldest = ended.pop()
-        total -= sizes[oldest]
-        if delete(oldest.path):
-            deleted.append(oldest.path)
+    for kind, number in ((refused, 0), (completed, keep), (others, keep)):
+        for run in reversed([run for run in kind if run != ended[0][0]]):
+            if len(kind) <= number and total <= max_bytes:
+                break
+            kind.remove(run)
+            total -= sizes[run]
+            if delete(run.path):
+                deleted.append(run.path)
     return deleted
+
+
+def _is_refused(record: Record) -> bool:
+    """Tell whether the command line was wrong: no round has begun."""
+    return record["exit_code"] == UsageError.exit_code and record["world_size"] is None
 
 
 def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:

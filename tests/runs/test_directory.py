@@ -254,11 +254,25 @@ def test_prune_keeps_the_newest_and_every_live_one(environ: dict[str, str]) -> N
     }
 
 
+def test_prune_keeps_failed_runs_longer(environ: dict[str, str]) -> None:
+    """Neither completed runs nor refused command lines nor a lack of room push them out."""
+    dead = {"start_ticks": DEAD_TICKS}
+    changes: dict[str, Any] = {"state": "FAILED", "exit_code": 2, "world_size": None}
+    refused = [recorded(environ, f"r{n}", -n, agent=dead, **changes) for n in (1.5, 2.5)]
+    failed = [recorded(environ, f"f{n}", -90 - n, agent=dead, state="FAILED") for n in range(3)]
+    runs = [ended(environ, f"run-{age}", -age) for age in range(4)]
+    gone = (*reversed(refused), runs[3], runs[2], failed[2])
+    assert prune(environ, keep=2) == [run.path for run in gone]
+    for run in (*failed[:2], *runs[:2]):
+        (run.path / "log").write_bytes(b"x" * 100_000)
+    assert prune(environ, max_bytes=350_000) == [runs[1].path]
+
+
 def test_of_many_agents_few_prune(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them reads the directories of all; the first ones always do."""
     pruned: list[int] = []
     for number in range(1, 4097):
-        monkeypatch.setattr(directory, "prune", lambda _, number=number: pruned.append(number))
+        monkeypatch.setattr(directory, "prune", lambda *_, number=number: pruned.append(number))
         directory.prune_for(RunDir(Path("run"), number=number), environ)
     assert pruned[:8] == list(range(1, 9))
     assert len(pruned) < 200  # 58 on average
