@@ -4,7 +4,7 @@
 #   make test    every test but the trials; some of them with the newest torch, too
 #   make trials  the long ones: kills at random moments, launchers times sizes, the other store
 #   make gpu     the tests that need a GPU and NCCL
-#   make lint    format, lint, types
+#   make lint    format, lint, types, size
 #   make check   the same and the fast tests: about a minute
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
@@ -13,7 +13,7 @@
 #   make clients  Lightning, Accelerate, Transformers and others under elaunch, a rank of each killed
 #   make docs    the documentation as a site: build/docs; `python3 -m http.server -d build/docs` shows it
 #   make pictures  the pictures of docs/tutorial.md, by running what it says
-#   make size    lines, files, folders, names that mean two things
+#   make size    lines, files, threads, constants, held to the limits of scripts/size.toml
 #   make clean   remove everything that the other targets made
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
@@ -62,6 +62,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(BIN)/python scripts/size.py
 
 # Types are checked by one process, beside which the tests are begun.
 check: $(STAMP)
