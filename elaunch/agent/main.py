@@ -110,10 +110,7 @@ class _Run:
         """Start the parts, then serve events to the end; return the exit code."""
         context, stack = self._context, self._stack
         settings, record = context.settings, context.record
-        lines = None
-        if settings.progress_regex is not None:
-            lines = ProgressLines(settings.progress_regex)
-            stack.callback(lines.close)
+        lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
         pump = self._start_pump(lines)
         stack.enter_context(logging_to(pump.show, settings.log_level))
         if context.run_dir.notice is not None:

@@ -204,11 +204,15 @@ def pattern(raw: str) -> str:
     """Return a regular expression that compiles; its one group, if any, is a step."""
     if not raw:
         raise ValueError("is empty, and would match every line")
+    import regex  # for those alone who give a pattern
+
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # what a later Python may read otherwise
-            compiled = re.compile(raw)
-    except (re.error, OverflowError, RecursionError) as error:
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # what a later version may read otherwise
+            compiled = regex.compile(raw)
+    except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is not a regular expression: {error}") from None
     if compiled.groups > 1:
         raise ValueError(

@@ -76,7 +76,7 @@ BAD = [
     ("hang-timeout", "-1", "is less than 0 seconds; auto and off are the other values"),
     ("hang-timeout", "10x", "with a unit: 90s, 30m, 3h; auto and off are the other values"),
     ("progress-regex", "", "is empty"),
-    ("progress-regex", "step (", "is not a regular expression: missing ), unterminated"),
+    ("progress-regex", "step (", "is not a regular expression: missing )"),
     ("progress-regex", "(a)(b)", "has 2 groups; one at most"),
     ("nproc-per-node", "-1", "at least 1 worker"),
     ("nproc-per-node", "1.5", "is not a whole number"),

@@ -23,29 +23,29 @@ is: nothing else tells an evaluation that it makes while the others wait for it.
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, structs
 
-from elaunch.agent.children import spawn
-from elaunch.agent.hangs import linematcher
 from elaunch.agent.hangs.collectives import OUTSIDE, RankPlace
 from elaunch.agent.hangs.judge import Look, Mark, Source
-from elaunch.agent.hangs.linematcher import LONGEST
 from elaunch.agent.policy import events
 from elaunch.runs.record import ProgressRecord, WorkerProgressRecord
 from elaunch.wire.progress import Reading
+
+if TYPE_CHECKING:
+    import regex
 
 SILENT: Final = 3
 """Heartbeats that elaunch.init() makes by itself, and a few more."""
 SET_UP: Final = 40
 """Beginnings and ends of collectives that may come before the first step, which is compiled."""
+LONGEST: Final = 4096
+"""Bytes of a line of output that are looked at."""
+LONGEST_S: Final = 1.0
 
 log = logging.getLogger("elaunch")
 
@@ -63,65 +63,28 @@ class ProgressLines:
 
     It is a hook in the log pump. A line of a worker's stdout or stderr that the expression matches
     is progress of that worker; a group in the expression is its step. Lines end with a line feed
-    or, as progress bars do it, with a carriage return.
-
-    A process of its own matches them (elaunch.agent.hangs.linematcher). Lines that it cannot take,
-    because it is busy or has ended, count as matches without a step: nobody knows better.
+    or, as progress bars do it, with a carriage return. The search takes neither Python's lock nor
+    more than LONGEST_S of processor time: the agent goes on whatever the pattern.
     """
 
     def __init__(self, pattern: str) -> None:
-        self._lock = threading.Lock()
-        self._begun = 1
-        self._unmatched: dict[int, LineMark] = {}
-        self._over = False
-        self._table = os.fdopen(os.memfd_create("elaunch-lines"), "rb")
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        files = [(os.POSIX_SPAWN_OPEN, k, os.devnull, os.O_RDWR, 0) for k in range(3)]
-        with theirs:
-            given = (theirs.fileno(), self._table.fileno())
-            for file in given:
-                os.set_inheritable(file, True)
-            words = (linematcher.__file__, *map(str, given), pattern)
-            try:
-                spawn([sys.executable, "-I", "-S", *words], os.environ, files)
-            except OSError as error:
-                self._give_up(f"cannot be matched ({error.strerror})")
-        os.set_inheritable(self._table.fileno(), False)
+        import regex  # for those alone who give a pattern
 
-    def close(self) -> None:
-        """End the process; what has matched is still known."""
-        self._socket.close()
+        self._pattern: regex.Pattern[str] | None = regex.compile(pattern)
+        self._lock = threading.Lock()
+        self._marks: dict[int, LineMark] = {}
+        self.ever = False
+        """Whether any line of this run has matched."""
 
     def begin(self) -> None:
         """Forget the lines of the round before."""
         with self._lock:
-            self._begun, self._unmatched = self._begun + 1, {}
-
-    @property
-    def ever(self) -> bool:
-        """Whether any line of this run has matched."""
-        return bool(self._unmatched) or any(count for _, count, _, _ in self._rows())
+            self._marks = {}
 
     def marks(self) -> dict[int, LineMark]:
         """Return what is known by local rank; of workers without a matching line nothing."""
-        rows = list(self._rows())
         with self._lock:
-            found = {
-                local_rank: LineMark(count, None if step == linematcher.NO_STEP else step, at)
-                for local_rank, (begun, count, step, at) in enumerate(rows)
-                if begun == self._begun
-            }
-            for local_rank, mark in self._unmatched.items():
-                known = found.get(local_rank, LineMark(0, None, 0.0))
-                step = None if self._over else known.step
-                at = max(mark.at, known.at)
-                found[local_rank] = LineMark(mark.count + known.count, step, at)
-            return found
-
-    def _rows(self) -> Iterator[tuple[int, int, int, float]]:
-        file = self._table.fileno()
-        return linematcher.ROW.iter_unpack(os.pread(file, os.fstat(file).st_size, 0))
+            return dict(self._marks)
 
     def listener(self, local_rank: int) -> Callable[[bytes], None]:
         """Return what takes the bytes of one stream of a worker, as they are read."""
@@ -130,35 +93,49 @@ class ProgressLines:
         def hear(data: bytes) -> None:
             end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
             if end:
-                self._send(local_rank, bytes(held) + data[:end])
+                self._search(local_rank, bytes(held) + data[:end])
                 held.clear()
             held.extend(data[end : end + max(0, LONGEST - len(held))])
 
         return hear
 
-    def _send(self, local_rank: int, text: bytes) -> None:
-        with self._lock:
-            begun, over = self._begun, self._over
-        if not over:
+    def _search(self, local_rank: int, text: bytes) -> None:
+        for line in filter(None, text.replace(b"\r", b"\n").split(b"\n")):
+            if self._pattern is None:
+                self._note(local_rank, None)
+                continue
             try:
-                self._socket.send(linematcher.HEADER.pack(begun, local_rank) + text)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._give_up(f"took longer than {linematcher.LONGEST_S:g} s to match a line")
-        with self._lock:
-            count = self._unmatched[local_rank].count if local_rank in self._unmatched else 0
-            self._unmatched[local_rank] = LineMark(count + 1, None, time.monotonic())
+                string = line[:LONGEST].decode("utf-8", "replace")
+                found = self._pattern.search(string, timeout=LONGEST_S, concurrent=True)
+            except TimeoutError:
+                self._pattern = None
+                log.warning(
+                    "--progress-regex took longer than %g s to match a line: from now on each line "
+                    "of output counts as progress. Avoid repetitions within repetitions, as in "
+                    "(a+)+",
+                    LONGEST_S,
+                )
+                self._note(local_rank, None)
+                continue
+            if found is not None:
+                self._note(local_rank, _step(found))
 
-    def _give_up(self, why: str) -> None:
+    def _note(self, local_rank: int, step: int | None) -> None:
         with self._lock:
-            self._over = True
-        log.warning(
-            "--progress-regex %s: each line of output counts as progress from now on; "
-            "repetitions within repetitions, as in (a+)+, take for ever",
-            why,
-        )
+            before = self._marks.get(local_rank)
+            count = 1 if before is None else before.count + 1
+            known = step if step is not None or before is None else before.step
+            self.ever = True
+            self._marks[local_rank] = LineMark(count, known, time.monotonic())
+
+
+def _step(found: regex.Match[str]) -> int | None:
+    if found.re.groups == 0 or found[1] is None:
+        return None
+    try:
+        return int(found[1].replace(",", ""))
+    except ValueError:  # the group took something else; the line is progress all the same
+        return None
 
 
 Readings = Callable[[], Mapping[int, Reading]]

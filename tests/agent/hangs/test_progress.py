@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.judge import Look
-from elaunch.agent.hangs.linematcher import LONGEST, LONGEST_S
-from elaunch.agent.hangs.progress import SET_UP, SILENT, ProgressLines, RoundProgress
+from elaunch.agent.hangs.progress import (
+    LONGEST,
+    LONGEST_S,
+    SET_UP,
+    SILENT,
+    ProgressLines,
+    RoundProgress,
+)
 from elaunch.agent.policy import events
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
-from tests.launching import wait_until
-
-Matching = Callable[[str], ProgressLines]
 
 
 class Pages:
@@ -58,18 +61,6 @@ def pages() -> Iterator[Pages]:
     yield made
     for rank in list(made.readers):
         made.detach(rank)
-
-
-@pytest.fixture
-def matching() -> Iterator[Matching]:
-    """Return what makes the lines for a pattern; their processes end with the test."""
-    with ExitStack() as stack:
-        yield lambda pattern: stack.enter_context(closing(ProgressLines(pattern)))
-
-
-def counts(lines: ProgressLines) -> dict[int, tuple[int, int | None]]:
-    """Return the matches of each rank, and its step."""
-    return {rank: (mark.count, mark.step) for rank, mark in lines.marks().items()}
 
 
 def progress(
@@ -169,24 +160,21 @@ def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
     assert marks[4] is not None and marks[5] is None
 
 
-def test_the_script_wins_over_lines(pages: Pages, matching: Matching) -> None:
+def test_the_script_wins_over_lines(pages: Pages) -> None:
     """The first that is there."""
-    made = progress(pages, matching("step"))
+    made = progress(pages, ProgressLines("step"))
     assert seen(made).source == "log lines"
     pages.attach(0).step(1)
     assert seen(made).source == "script"
 
 
-def test_lines_are_expected_where_no_other_node_may_print_them(
-    pages: Pages, matching: Matching
-) -> None:
+def test_lines_are_expected_where_no_other_node_may_print_them(pages: Pages) -> None:
     """Or where they have come before."""
-    lines = matching("step")
+    lines = ProgressLines("step")
     assert seen(progress(pages, lines)).expected
     made = progress(pages, lines, alone=False)
     assert not seen(made).expected
     lines.listener(0)(b"step 1\n")
-    wait_until(lambda: lines.ever, what="the line")
     begin(made)
     assert seen(made).expected
 
@@ -245,73 +233,68 @@ def test_what_a_page_shows(pages: Pages) -> None:
     assert second.until is not None and second.until > time.monotonic() + 800
 
 
-def test_what_lines_show(matching: Matching) -> None:
+def test_what_lines_show() -> None:
     """A match in a whole line; carriage returns end lines too; the group is the step."""
-    lines = matching(r"step (\d+)?")
+    lines = ProgressLines(r"step (\d+)?")
     hear, other = lines.listener(0), lines.listener(1)
     hear(b"loading\nst")
+    assert lines.marks() == {}
     hear(b"ep 7")
     assert lines.marks() == {}
     hear(b"\n")
     other(b"step ten\r")
-    wait_until(lambda: counts(lines) == {0: (1, 7), 1: (1, None)}, what="the first lines")
+    assert {rank: (m.count, m.step) for rank, m in lines.marks().items()} == {
+        0: (1, 7),
+        1: (1, None),
+    }
     hear(b"step 8\rstep 9\r\nnothing\nstep \n")
-    wait_until(lambda: counts(lines)[0] == (4, 9), what="the others")
+    assert (lines.marks()[0].count, lines.marks()[0].step) == (4, 9)
     lines.begin()
     assert lines.marks() == {}
-    other(b"step 3\n")
-    wait_until(lambda: counts(lines) == {1: (1, 3)}, what="the next round's")
 
 
-def test_a_line_without_an_end_takes_no_memory(matching: Matching) -> None:
+def test_a_line_without_an_end_takes_no_memory() -> None:
     """And what comes after it is found."""
-    lines = matching("step")
+    lines = ProgressLines("step")
     hear = lines.listener(0)
     for _ in range(100):
         hear(b"x" * LONGEST)
     hear(b"\xff\xfe step\n")
+    assert lines.marks() == {}
     hear(b"\xff\xfe step\n")
-    lines.listener(1)(b"step\n")
-    wait_until(lambda: counts(lines).keys() == {0, 1}, what="the newest line")
     assert lines.marks()[0].count == 1
 
 
-@pytest.mark.parametrize("step", ["-1", "9" * 19, "9" * 4000, "1,000"])
-def test_a_step_of_any_size(matching: Matching, step: str) -> None:
-    """The line counts; a number that is no step is none."""
-    lines = matching(r"step ([-\d,]+)")
-    lines.listener(0)(f"step {step}\n".encode())
-    wait_until(
-        lambda: counts(lines) == {0: (1, 1000 if step == "1,000" else None)}, what="the line"
-    )
-
-
-@pytest.mark.parametrize("pattern", [r"(a+)+$", r"^(?:a|a)*$", r"(?:x+x+)+y", r"(.*)*b"])
-def test_a_pattern_that_backtracks_for_ever(matching: Matching, pattern: str) -> None:
-    """Hearing a line takes no time; from then on each line counts, so that nobody is killed."""
-    lines = matching(pattern)
+def test_a_pattern_that_backtracks_for_ever() -> None:
+    """Another thread runs meanwhile; from then on each line counts, so that nobody is killed."""
+    lines = ProgressLines("^(?:a|a)*$")
     hear = lines.listener(0)
-    hear(b"a" * 50 + b"!" + b"x" * 50 + b"\n")
-    began = time.monotonic()
+    turns = iter(range(1 << 60))
+    over = threading.Event()
 
-    def counted() -> bool:
-        hear(b"-\n")
-        return 0 in lines.marks()
+    def turn() -> None:
+        while not over.is_set():
+            next(turns)
+            time.sleep(0.001)
 
-    wait_until(counted, what="a line")
-    assert time.monotonic() - began < 10 * LONGEST_S
-    before = lines.marks()[0]
-    lines.listener(1)(b"-\n")
+    other = threading.Thread(target=turn)
+    other.start()
+    began = time.process_time()
+    hear(b"a" * 50 + b"!\n")
+    assert time.process_time() - began < 10 * LONGEST_S
+    assert next(turns) > 10
+    over.set()
+    other.join()
     hear(b"-\n")
-    assert lines.marks()[0].count > before.count and lines.marks()[1].count == 1
+    lines.listener(1)(b"-\n")
+    assert {rank: mark.count for rank, mark in lines.marks().items()} == {0: 2, 1: 1}
 
 
-def test_what_lines_are_to_the_judge(pages: Pages, matching: Matching) -> None:
+def test_what_lines_are_to_the_judge(pages: Pages) -> None:
     """Ranks that never matched are not watched."""
-    lines = matching(r"step (\d+)")
+    lines = ProgressLines(r"step (\d+)")
     made = progress(pages, lines)
     lines.listener(1)(b"step 3\n")
-    wait_until(lambda: lines.ever, what="the line")
     found = seen(made)
     mark = found.marks[5]
     assert found.marks[4] is None and mark is not None
@@ -360,13 +343,11 @@ def test_what_was_said_last_is_kept(pages: Pages) -> None:
     assert found is not None and found["workers"][0]["step"] == 7
 
 
-def test_the_record_names_the_source_before_the_first_look(
-    pages: Pages, matching: Matching
-) -> None:
+def test_the_record_names_the_source_before_the_first_look(pages: Pages) -> None:
     """Where hangs are looked for, there is always one."""
     found = progress(pages).record()
     assert found is not None and found["source"] == "script"
-    lines = matching("x")
+    lines = ProgressLines("x")
     found = progress(pages, lines, watched=False).record()
     assert found is not None and found["source"] == "log lines"
 
