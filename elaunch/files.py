@@ -1,10 +1,16 @@
-"""Reading a file where anything may be: only a regular one is opened, and no opening waits."""
+"""Files and directories where others may write, too: what they put there leads nobody astray.
+
+Only a regular file is opened for reading, and no opening waits. A directory of elaunch's is used
+only while it is a real one, and this user's: behind a link there would be somebody's own files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,3 +32,40 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     os.close(descriptor)
     what = "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file"
     raise NotRegularError(errno.EINVAL, what, str(path))
+
+
+class NotOwnError(PermissionError):
+    """A link, or another user's file or directory, has the name of one of elaunch's."""
+
+    def __init__(self, what: str, path: str | Path) -> None:
+        super().__init__(errno.EPERM, what, str(path))
+
+
+@contextlib.contextmanager
+def own_directory(path: Path, make: bool = False) -> Iterator[Path]:
+    """Open a directory of elaunch's inside one where others may write; give a path into it.
+
+    That path is the descriptor's: it leads there even if ``path`` becomes a link meanwhile. Raises
+    NotOwnError for a link, or another user's, unless he has the directory around it, too.
+
+    Args:
+        path: of the directory.
+        make: make it, if nothing is there; the directory around it must be there.
+    """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except OSError:
+        if os.path.islink(path):
+            raise NotOwnError("it is a symbolic link", path) from None
+        raise
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner not in (os.geteuid(), os.stat("..", dir_fd=descriptor).st_uid):
+            raise NotOwnError(f"it belongs to the user with uid {owner}", path)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

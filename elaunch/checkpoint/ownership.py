@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -39,6 +40,7 @@ from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.storage.durable import read_patiently, sync_directory, write_document
 from elaunch.checkpoint.storage.files import read_json, shown
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.files import NotOwnError
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class DirectoryLock:
     def __init__(self, path: Path, jobs: Collection[str] = ()) -> None:
         _close_in_forked()
         self._jobs: set[str] | None = None
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = _open_lock(path)
         _open.add(self)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,6 +100,22 @@ class DirectoryLock:
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._drop()
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock's file; NotOwnError if something else is there, which would be overwritten."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise NotOwnError("it is a symbolic link", path) from None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise NotOwnError("it is no regular file, or another name of one", path)
 
 
 @functools.cache

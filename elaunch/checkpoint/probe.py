@@ -27,6 +27,7 @@ from elaunch.checkpoint.search.locations import broken_link
 from elaunch.checkpoint.storage.durable import stir
 from elaunch.checkpoint.storage.files import read_json, whole_number
 from elaunch.errors import CheckpointError, UsageError
+from elaunch.files import NotOwnError, own_directory
 
 SEEN_S: Final = 10.0
 """Seconds until a file that another node has written must be seen."""
@@ -36,6 +37,7 @@ STALE_S: Final = 365 * 86_400.0
 BLOCK: Final = 65_536
 """Bytes that are written to find out whether anything can be."""
 AMPLE: Final = 1.2
+OWN: Final = (layout.STAGE, layout.QUARANTINE, layout.PINS, layout.TRASH, layout.PROBE)
 
 
 def check(place: Path, local: bool, frees: bool) -> str:
@@ -53,6 +55,11 @@ def check(place: Path, local: bool, frees: bool) -> str:
     """
     try:
         place.mkdir(parents=True, exist_ok=True)
+        for name in OWN:
+            with contextlib.suppress(FileNotFoundError), own_directory(place / name):
+                pass
+        if os.path.islink(place / layout.LOCK):
+            raise NotOwnError("it is a symbolic link", place / layout.LOCK)
         _write(place)
         needed, name = _newest_size(place, local)
         room = os.statvfs(place)
@@ -72,22 +79,21 @@ def check(place: Path, local: bool, frees: bool) -> str:
 
 def leave_mark(place: Path, nonce: str) -> None:
     """Write the file by which other nodes see that this one uses the same directory."""
-    directory = place / layout.PROBE
     try:
-        directory.mkdir(exist_ok=True)
-        mark = directory / nonce
-        mark.touch()
-        _remove_stale(directory, mark.stat().st_mtime)
+        with own_directory(place / layout.PROBE, make=True) as directory:
+            mark = directory / nonce
+            mark.touch()
+            _remove_stale(directory, mark.stat().st_mtime)
     except OSError as error:
         raise UsageError(_unfit(place, error)) from None
 
 
 def remove_mark(place: Path, nonce: str) -> None:
     """Take the file back; what cannot be removed stays."""
-    directory = place / layout.PROBE
     with contextlib.suppress(OSError):
-        (directory / nonce).unlink()
-        directory.rmdir()  # by the last one
+        with own_directory(place / layout.PROBE) as directory:
+            (directory / nonce).unlink()
+        (place / layout.PROBE).rmdir()  # by the last one
 
 
 def unseen(place: Path, nonces: Collection[str], patience: float = SEEN_S) -> frozenset[str]:
@@ -160,7 +166,7 @@ def _names(directory: Path) -> frozenset[str]:
 def _remove_stale(directory: Path, now: float) -> None:
     for name in os.listdir(directory):
         with contextlib.suppress(OSError):
-            if (directory / name).stat().st_mtime < now - STALE_S:
+            if (directory / name).lstat().st_mtime < now - STALE_S:
                 (directory / name).unlink()
 
 
@@ -181,6 +187,11 @@ _FIXES = {
 def _unfit(place: Path, error: OSError) -> str:
     if broken := broken_link(place):
         return f"--checkpoint-dir {place} cannot be made on {_host()}: {broken}; mend the link"
+    if isinstance(error, NotOwnError):
+        return (
+            f"--checkpoint-dir {place}: {error.filename} is not elaunch's: "
+            f"{error.strerror}; remove it, or give another directory"
+        )
     fix = _FIXES.get(error.errno or 0, "give a directory that can be written")
     return f"--checkpoint-dir {place} cannot be written on {_host()}: {error.strerror}: {fix}"
 

@@ -31,6 +31,7 @@ from elaunch.checkpoint.storage.durable import sync_directory, write_document
 from elaunch.checkpoint.storage.files import text_in
 from elaunch.checkpoint.storage.objects import Objects
 from elaunch.errors import CheckpointError
+from elaunch.files import own_directory
 
 
 def pinned(place: Location) -> frozenset[str]:
@@ -39,7 +40,8 @@ def pinned(place: Location) -> frozenset[str]:
         names = Objects(place).names(layout.PINS)
     else:
         try:
-            names = os.listdir(place / layout.PINS)
+            with own_directory(place / layout.PINS) as pins:
+                names = os.listdir(pins)
         except FileNotFoundError:
             return frozenset()
     return frozenset(name for name in names if layout.parse_step_name(name) is not None)
@@ -54,11 +56,10 @@ def pin(place: Location, name: str) -> None:
     if isinstance(place, str):
         Objects(place).put(f"{layout.PINS}/{name}", b"")
         return
-    directory = place / layout.PINS
-    directory.mkdir(exist_ok=True)
-    (directory / name).touch()
-    for changed in (directory, place):
-        sync_directory(changed)
+    with own_directory(place / layout.PINS, make=True) as pins:
+        (pins / name).touch()
+        sync_directory(pins)
+    sync_directory(place)
 
 
 def unpin(place: Location, name: str) -> None:
@@ -67,9 +68,9 @@ def unpin(place: Location, name: str) -> None:
     if isinstance(place, str):
         Objects(place).delete(f"{layout.PINS}/{name}")
         return
-    with contextlib.suppress(FileNotFoundError):
-        (place / layout.PINS / name).unlink()
-        sync_directory(place / layout.PINS)
+    with contextlib.suppress(FileNotFoundError), own_directory(place / layout.PINS) as pins:
+        (pins / name).unlink()
+        sync_directory(pins)
 
 
 def _check(name: str) -> None:
@@ -87,15 +88,14 @@ UNKNOWN = "the reason is not known"
 
 def put_aside(root: Path, path: Path, reason: str) -> Path | None:
     """Move a checkpoint into the quarantine; None if it is gone already, else where it is now."""
-    quarantine = root / layout.QUARANTINE
-    quarantine.mkdir(exist_ok=True)
-    target = _move(path, quarantine)
-    if target is None:
-        return None
-    write_document(quarantine / f"{target.name}{layout.REASON}", _document(path, reason))
-    sync_directory(quarantine)
+    with own_directory(root / layout.QUARANTINE, make=True) as quarantine:
+        name = _move(path, quarantine)
+        if name is None:
+            return None
+        write_document(quarantine / f"{name}{layout.REASON}", _document(path, reason))
+        sync_directory(quarantine)
     sync_directory(root)
-    return target
+    return root / layout.QUARANTINE / name
 
 
 def put_all_aside(root: Path, damaged: Iterable[tuple[Path, str]]) -> list[Path]:
@@ -103,27 +103,29 @@ def put_all_aside(root: Path, damaged: Iterable[tuple[Path, str]]) -> list[Path]
 
     The directories are fsynced once, after the last: a power cut may undo some, or lose a reason.
     """
-    quarantine = root / layout.QUARANTINE
-    quarantine.mkdir(exist_ok=True)
-    moved = []
-    try:
-        for path, reason in damaged:
-            target = _move(path, quarantine)
-            if target is not None:
-                moved.append(path)
-                reasons = quarantine / f"{target.name}{layout.REASON}"
-                reasons.write_bytes(_document(path, reason))
-    finally:
-        sync_directory(quarantine)
-        sync_directory(root)
-    return moved
+    with own_directory(root / layout.QUARANTINE, make=True) as quarantine:
+        try:
+            return [path for path, reason in damaged if _put(path, reason, quarantine)]
+        finally:
+            sync_directory(quarantine)
+            sync_directory(root)
+
+
+def _put(path: Path, reason: str, quarantine: Path) -> bool:
+    name = _move(path, quarantine)
+    if name is not None:
+        document = quarantine / f"{name}{layout.REASON}"
+        document.unlink(missing_ok=True)  # a link would be followed
+        document.write_bytes(_document(path, reason))
+    return name is not None
 
 
 def _document(path: Path, reason: str) -> bytes:
     return dump({"schema": layout.SCHEMA, "name": path.name, "reason": reason, "at": time.time()})
 
 
-def _move(path: Path, quarantine: Path) -> Path | None:
+def _move(path: Path, quarantine: Path) -> str | None:
+    """Rename a checkpoint into the quarantine; return its name there, None if it is gone."""
     for number in range(1, _MOST):
         target = quarantine / (path.name if number == 1 else f"{path.name}.{number}")
         try:
@@ -134,8 +136,8 @@ def _move(path: Path, quarantine: Path) -> Path | None:
             if error.errno not in _TAKEN:
                 raise
         else:
-            return target
-    raise CheckpointError(f"{quarantine} has {_MOST} copies of {path.name}: remove some")
+            return target.name
+    raise CheckpointError(f"{layout.QUARANTINE} has {_MOST} copies of {path.name}: remove some")
 
 
 def put_aside_list(root: Path) -> list[tuple[str, str]]:
@@ -158,31 +160,37 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def throw_away(root: Path, path: Path) -> None:
     """Remove a directory below ``root``; nothing if it is gone already. OSError if it stays."""
-    trash = root / layout.TRASH
-    target = trash / f"{path.name}.{secrets.token_hex(4)}"
-    try:
-        trash.mkdir(exist_ok=True)
-        os.rename(path, target)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path / layout.COMMIT)
-        target = path
-    _delete(target)
+    with contextlib.ExitStack() as stack:
+        try:
+            trash = stack.enter_context(own_directory(root / layout.TRASH, make=True))
+            target = trash / f"{path.name}.{secrets.token_hex(4)}"
+            os.rename(path, target)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                stack.callback(os.close, descriptor)
+                os.unlink(layout.COMMIT, dir_fd=descriptor)
+            target = path
+        _delete(target, path.name)
 
 
 def empty_trash(root: Path) -> None:
     """Delete all that is in the trash."""
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(root / layout.TRASH):
-            _delete(Path(entry.path))
+    with contextlib.suppress(FileNotFoundError), own_directory(root / layout.TRASH) as trash:
+        for name in os.listdir(trash):
+            _delete(trash / name, name)
 
 
-def _delete(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _delete(path: Path, name: str) -> None:
+    """Delete a directory, called ``name`` in a message; of a link only the link itself."""
+    try:
+        os.unlink(path)
+    except OSError:  # it is a directory
+        shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         # Such as a file that a reader on NFS still has open: the next one to empty it succeeds.
-        log.warning("%s cannot be deleted now; it is no checkpoint any more", path)
+        log.warning("%s cannot be deleted now; it is no checkpoint any more", name)

@@ -50,6 +50,7 @@ from elaunch.checkpoint.storage.commit import read_stage
 from elaunch.checkpoint.storage.durable import put_in_place
 from elaunch.checkpoint.storage.files import inside, open_regular, text_in
 from elaunch.errors import CheckpointError
+from elaunch.files import own_directory
 
 GATHERED: Final = "gather."
 """The begin of the name of a directory, below STAGE, that files are fetched into."""
@@ -153,8 +154,12 @@ class LocalCopies:
 
     def _tidy(self) -> None:
         """Finish or clear what workers and earlier searches have left."""
-        for left in (self._root / layout.STAGE).glob(f"{GATHERED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            own_directory(self._root / layout.STAGE) as stages,
+        ):
+            for left in stages.glob(f"{GATHERED}*"):
+                shutil.rmtree(left, ignore_errors=True)
         self._finish(self._root, self._run_id)
 
     def _on_look(self, connection: PeerConnection, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,7 +193,8 @@ class LocalCopies:
         self._check_within(path)
         self._check_room(sum(one.entry.size for one in files))
         scratch = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
-        scratch.mkdir(parents=True)
+        with own_directory(self._root / layout.STAGE, make=True):
+            scratch.mkdir()
         same = (
             checkpoint.format != own.FORMAT
             or text_in(path, layout.COMMIT, "digest") == checkpoint.digest
@@ -256,10 +262,10 @@ class LocalCopies:
         """Put what is in the way into the quarantine, under a name of its own."""
         if not os.path.lexists(path):
             return
-        quarantine = self._root / layout.QUARANTINE
-        quarantine.mkdir(exist_ok=True)
-        aside = quarantine / f"{path.name}.{secrets.token_hex(4)}"
-        os.rename(path, aside)
+        name = f"{path.name}.{secrets.token_hex(4)}"
+        with own_directory(self._root / layout.QUARANTINE, make=True) as quarantine:
+            os.rename(path, quarantine / name)
+        aside = self._root / layout.QUARANTINE / name
         log.warning("%s is damaged, or not what the other nodes have: now %s", path, aside)
 
 

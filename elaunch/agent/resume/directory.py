@@ -25,6 +25,7 @@ from elaunch.checkpoint import layout
 from elaunch.checkpoint.storage.files import text_in
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, SaveError, UsageError
+from elaunch.files import NotOwnError
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.ownership import Origin
@@ -163,7 +164,7 @@ class DirectoryFinisher:
         try:
             storage.prepare(self._settings.run_id, self._settings.run_id_given)
             self.lock(storage)
-        except SaveError as error:
+        except (SaveError, NotOwnError) as error:
             raise UsageError(
                 f"--checkpoint-dir {root}: {error}", code="E-CHECKPOINT-DIR"
             ) from error

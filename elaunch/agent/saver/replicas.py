@@ -53,6 +53,7 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import JSON_LIMIT, read_limited
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.files import own_directory
 from elaunch.wire.worker import StagedShard
 
 ROOM_S: Final = 20.0
@@ -227,7 +228,8 @@ class Replicas:
     def _scratch(self) -> Iterator[Path]:
         """Give a directory to write in; a search removes it after a kill."""
         path = self._root / layout.STAGE / f"{GATHERED}{secrets.token_hex(8)}"
-        path.mkdir()
+        with own_directory(path.parent):
+            path.mkdir()
         try:
             yield path
         finally:

@@ -24,6 +24,7 @@ from elaunch.agent.logs.plan import LogPlan
 from elaunch.config import endpoints
 from elaunch.config.values import StreamMap, did_you_mean
 from elaunch.errors import PlacementError, UsageError
+from elaunch.files import own_directory
 from elaunch.hosts import LOOPBACK
 from elaunch.launchers import LauncherNames, Numbers, launcher_numbers, meeting_point
 from elaunch.proc import process_name
@@ -270,7 +271,9 @@ def _log_root(request: WrapRequest, job: str) -> Path | None:
         return None
     root = Path(request.log_dir, statedir.file_name(job or "wrap")).absolute()
     try:
-        os.makedirs(root, mode=0o700, exist_ok=True)
+        os.makedirs(root.parent, exist_ok=True)
+        with own_directory(root, make=True) as made:
+            made.chmod(0o700)
     except OSError as error:
         raise UsageError(
             f"--log-dir {request.log_dir}: cannot create a directory there: {error.strerror}",

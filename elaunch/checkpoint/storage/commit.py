@@ -59,6 +59,7 @@ from elaunch.checkpoint.storage.durable import (
 )
 from elaunch.checkpoint.storage.files import read_json
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.files import own_directory
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ def finish(
     """
     begun = time.monotonic()
     try:
-        names = sorted(os.listdir(root / layout.STAGE))
+        with own_directory(root / layout.STAGE) as stages:
+            names = sorted(os.listdir(stages))
     except FileNotFoundError:
         return []
     done = []
@@ -295,9 +297,15 @@ def _files_here(
 
 
 def _claim(path: Path, found: Path | None = None) -> Path:
-    """Take a stage for this process alone; ``found`` is where it is now, if not at ``path``."""
+    """Take a stage for this process alone; ``found`` is where it is now, if not at ``path``.
+
+    A link is no stage: it is removed, and FileNotFoundError raised.
+    """
     claim = path.with_name(layout.claim_name(path.name))
     os.rename(found or path, claim)
+    if claim.is_symlink():
+        claim.unlink()
+        raise FileNotFoundError(errno.ENOENT, "a symbolic link was in its place", str(path))
     return claim
 
 

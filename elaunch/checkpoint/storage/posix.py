@@ -54,6 +54,7 @@ from elaunch.checkpoint.storage.durable import (
 )
 from elaunch.checkpoint.storage.files import explain
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.files import own_directory
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _REMOTE = frozenset(
@@ -104,9 +105,11 @@ class PosixStorage:
         """Make the directory and ``run.json``; SaveError if another run has it."""
         claim_directory(self._root, run_id, given)
         places = (self._root / layout.STAGE, self._root / layout.TRASH)
-        if lacking := [path for path in places if not path.is_dir()]:
-            for path in lacking:
-                path.mkdir(exist_ok=True)
+        lacking = [path for path in places if not os.path.lexists(path)]
+        for path in places:
+            with own_directory(path, make=True):
+                pass
+        if lacking:
             sync_directory(self._root)  # a restart waits for no disk that a save keeps busy
         self._origin = Origin(self._root)
         self._demand_origin()
@@ -121,12 +124,15 @@ class PosixStorage:
             raise in_the_way(self._root, stage.final)
         self._demand_origin()
         path = committing.stage_path(self._root, stage)
-        for each in (path.parent, path):  # not the root: see above
-            each.mkdir(exist_ok=True)
-        if rank is not None:
-            path /= layout.private_name(rank)
-            path.mkdir(exist_ok=True)
-        return path
+        with (
+            own_directory(path.parent, make=True) as stages,  # not the root: see above
+            own_directory(stages / stage.name, make=True) as made,
+        ):
+            if rank is None:
+                return path
+            private = layout.private_name(rank)
+            with own_directory(made / private, make=True):
+                return path / private
 
     def write_shard(self, stage: Stage, header: ShardHeader, images: Sequence[Image]) -> bytes:
         """Write a rank's files and its manifest."""
