@@ -20,7 +20,9 @@ into a place where such a value stands now accepts them.
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
@@ -37,13 +39,11 @@ _IMMUTABLE: Final = 1 << 8
 _PLAIN: Final[Mapping[str, str]] = {
     "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice "
     "str tuple",
-    "copyreg": "_reconstructor",
     "collections": "Counter OrderedDict defaultdict deque",
     "argparse": "Namespace",
     "datetime": "date datetime time timedelta timezone",
     "decimal": "Decimal",
     "fractions": "Fraction",
-    "functools": "partial",
     "ipaddress": "IPv4Address IPv6Address",
     "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath",
     "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath",
@@ -55,23 +55,22 @@ _PLAIN: Final[Mapping[str, str]] = {
     "numpy._core.multiarray": "_reconstruct scalar",
     "numpy.core.numeric": "_frombuffer",
     "numpy._core.numeric": "_frombuffer",
-    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._pcg64": "PCG64 PCG64DXSM",
-    "numpy.random._philox": "Philox",
-    "numpy.random._sfc64": "SFC64",
-    "torch": "Generator Size Tensor device",
+    "torch": "Generator Size device",
     "torch._C": "Generator",
-    "torch._tensor": "_rebuild_from_type_v2",
-    "torch._utils": "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_parameter "
-    "_rebuild_parameter_with_state _rebuild_qtensor _rebuild_tensor _rebuild_tensor_v2 "
-    "_rebuild_tensor_v3",
-    "torch.nn.parameter": "Buffer Parameter",
+    "torch._utils": "_rebuild_meta_tensor_no_storage _rebuild_parameter _rebuild_tensor "
+    "_rebuild_tensor_v2 _rebuild_tensor_v3",
     "torch.serialization": "_get_layout",
-    "torch.storage": "TypedStorage UntypedStorage",
+    "torch.storage": "UntypedStorage",
 }
-"""Classes and functions that do nothing but make a value."""
+"""Classes and functions that make a value of nothing but what they are given.
+
+``_check_arguments`` says of what, and ``_FILLED`` which of their instances are filled afterwards.
+"""
+_FILLED: Final = frozenset(
+    "argparse.Namespace collections.Counter collections.OrderedDict collections.defaultdict "
+    "collections.deque numpy.ndarray random.Random torch._C.Generator types.SimpleNamespace "
+    "uuid.UUID".split()
+)
 CHECKPOINT: Final[Mapping[str, str]] = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
     "MetadataIndex StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -226,6 +225,8 @@ class _StandInType(type):
 
 def _stand_in(real: Any) -> Any:
     """Return what a pickle gets for ``real``: itself where nobody can change that."""
+    if isinstance(real, FunctionType):
+        return lambda *args: real(*args)
     if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
         return real
 
@@ -281,11 +282,18 @@ class Careful(_InPython):  # type: ignore[misc]
         super().__init__(file, buffers=buffers, **kwargs)
         self._also: Names = named_to_torch() if also is None else also
         self._named: dict[int, Any] = {}
+        self._checked: set[int] = set()  # those of the plain ones
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a name stands for; PickleRefused if it is not on the list."""
         key = _key(module, name)
-        found = self._also.get(key) or _plain(*key)
+        found = _plain(*key)
+        self._checked.add(id(found))
+        if found is None:
+            found = self._also.get(key)
+            if found is None:
+                _refuse(*key)
+            self._checked.discard(id(found))
         self._named[id(found)] = found
         return found
 
@@ -293,40 +301,52 @@ class Careful(_InPython):  # type: ignore[misc]
         """Refuse: the registry of extensions may name anything."""
         raise PickleRefused(f"it names extension {code} of copyreg")
 
-    def _check_called(self, called: Any) -> None:
-        numpy = sys.modules.get("numpy")
-        made_otherwise = numpy is not None and called is numpy.ndarray
-        if id(called) not in self._named or made_otherwise:
+    def _check_called(self, called: Any, args: Any, by_name: Any = ()) -> None:
+        if id(called) not in self._named:
             raise PickleRefused(f"it calls {type(called).__name__}, which it has not named")
+        if id(called) in self._checked and (by_name or not _may_be_called(called, args)):
+            name = getattr(called, "__name__", "what is no function")
+            raise PickleRefused(f"it calls {name} with what no pickle of one has")
 
-    def _instantiate(self, klass: Any, k: int) -> None:
-        self._check_called(klass)
+    def _instantiate(self, klass: Any, k: Any) -> None:
+        self._check_called(klass, tuple(k))
         super()._instantiate(klass, k)
 
     def load_reduce(self) -> None:
         """Call something that was named."""
-        self._check_called(self.stack[-2])
+        self._check_called(*self.stack[-2:])
         _InPython.load_reduce(self)
 
     def load_newobj(self) -> None:
         """Make an instance of a class that was named."""
-        self._check_called(self.stack[-2])
+        self._check_called(*self.stack[-2:])
         _InPython.load_newobj(self)
 
     def load_newobj_ex(self) -> None:
         """Make an instance of a class that was named, with arguments by name."""
-        self._check_called(self.stack[-3])
+        self._check_called(*self.stack[-3:])
         _InPython.load_newobj_ex(self)
 
     def load_build(self) -> None:
-        """Fill an instance; never a class or a function, and a dtype only with what it is."""
+        """Fill an instance; never a class or a function, and numpy's only with what they are."""
         state, filled = self.stack[-1], self.stack[-2]
+        kind = type(filled)
         if id(filled) in self._named or isinstance(filled, type | FunctionType):
             raise PickleRefused(f"it changes {getattr(filled, '__name__', 'what it has named')}")
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(filled, numpy.dtype):
             _check_dtype(filled, state)
+        elif numpy is not None and isinstance(filled, numpy.ndarray):
+            _check_array(filled, state)
+        elif kind.__module__.partition(".")[0] in _LIBRARY and not (
+            f"{kind.__module__}.{kind.__qualname__}" in _FILLED or self._is_allowed(kind)
+        ):
+            raise PickleRefused(f"it changes a {kind.__name__}")
         _InPython.load_build(self)
+
+    def _is_allowed(self, kind: type) -> bool:
+        """Tell whether a class was found among those that are allowed beside the plain ones."""
+        return id(kind) in self._named and id(kind) not in self._checked
 
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_newobj
@@ -339,6 +359,62 @@ def load_careful(data: Any, also: Names | None = None, buffers: Any = None) -> A
     return Careful(io.BytesIO(data), also=also, buffers=buffers).load()
 
 
+def _may_be_called(called: Any, args: Any) -> bool:
+    """Tell whether something plain may be called so: nothing that takes an address, or a size."""
+    if type(args) is not tuple or not callable(called):
+        return False
+    module, name = called.__module__ or "", called.__name__
+    first = args[0] if args else None
+    if name.startswith("_rebuild_tensor"):
+        torch = sys.modules["torch"]
+        return isinstance(first, torch.storage.TypedStorage | torch.storage.UntypedStorage)
+    if module.partition(".")[0] == "numpy" and name != "_frombuffer":
+        return _numpy_may_make(name, args)
+    if module == "torch.storage":
+        return called is _load_storage
+    if name == "Fraction" and type(first) is str:
+        return "e" not in first.lower()  # the power of ten would be worked out
+    if name == "defaultdict":
+        args = args[1:]
+    if module in ("builtins", "collections") or name == "Size":
+        allowed = (bool, str, bytes, bytearray, float, complex, list, tuple, dict, set, frozenset)
+        whole = name in ("int", "float", "complex", "bool", "range", "slice", "deque")
+        return all(type(arg) in allowed or (whole and _is_number(arg)) for arg in args)
+    return True
+
+
+def _is_number(value: object) -> bool:
+    return value is None or type(value) is int
+
+
+def _numpy_may_make(name: str, args: tuple[Any, ...]) -> bool:
+    numpy = sys.modules["numpy"]
+    if name == "dtype":
+        spec = args[0] if args else None
+        return type(spec) is str and re.fullmatch(r"[<>|=]?[?a-zA-Z]\d{0,9}", spec) is not None
+    if name == "scalar":
+        return isinstance(args[0], numpy.dtype) and not args[0].hasobject if args else False
+    if name != "_reconstruct" or len(args) != 3 or not isinstance(args[0], type):
+        return False
+    return issubclass(args[0], numpy.ndarray) and args[1:] == ((0,), b"b")
+
+
+def _check_array(array: Any, state: Any) -> None:
+    """Refuse a state for which numpy would read more than is there."""
+    numpy = sys.modules["numpy"]
+    if type(array).__setstate__ is not numpy.ndarray.__setstate__:
+        return  # a class of the script's own
+    fits = array.base is None and isinstance(state, tuple) and len(state) == 5
+    if fits:
+        _, shape, dtype, _, content = state
+        fits = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape)
+        wanted, size = (list, 1) if getattr(dtype, "hasobject", False) else (bytes, None)
+        size = getattr(dtype, "itemsize", 0) if size is None else size
+        fits = fits and type(content) is wanted and len(content) == math.prod(shape) * size
+    if not fits:
+        raise PickleRefused("it holds an array of numpy whose elements are not those of its shape")
+
+
 def _check_dtype(dtype: Any, state: Any) -> None:
     """Refuse a state that makes another type of it: numpy would take numbers for addresses."""
     if not (isinstance(state, tuple) and len(state) >= 8 and _is_of(dtype, state)):
@@ -346,14 +422,29 @@ def _check_dtype(dtype: Any, state: Any) -> None:
 
 
 def _is_of(dtype: Any, state: tuple[Any, ...]) -> bool:
-    version, order, base, names, fields, size, _, flags = state[:8]
+    version, order, base, names, fields, size, alignment, flags = state[:8]
     if version not in (3, 4) or order not in ("<", ">", "|", "=") or base is not None:
+        return False
+    if alignment not in (-1, 1, 2, 4, 8, 16, 32):
+        return False
+    if dtype.kind in "mM" and not _is_unit(state[8:]):
         return False
     if names is None and fields is None:
         return size in (-1, dtype.itemsize) and flags == dtype.flags
     if dtype.kind != "V" or size != dtype.itemsize or type(fields) is not dict:
         return False
+    if type(names) is not tuple or fields.keys() != set(names) or len(names) != len(fields):
+        return False
     return not flags & ~_HARMLESS and all(_is_field(dtype, field) for field in fields.values())
+
+
+def _is_unit(stated: tuple[Any, ...]) -> bool:
+    """Tell whether what a dtype of times adds is a unit, and how many of them."""
+    if not stated:
+        return True
+    unit = stated[0][1] if type(stated[0]) is tuple and len(stated[0]) == 2 else None
+    counts = unit[1:] if type(unit) is tuple and len(unit) in (4, 5) else ()
+    return bool(counts) and all(type(count) is int and 0 < count < 2**31 for count in counts)
 
 
 _HARMLESS: Final = 0x10 | 0x80
@@ -378,10 +469,7 @@ def _plain(module: str, name: str) -> Any:
         return _rebuild_sparse
     if name in _PLAIN.get(module, "").split():
         return reach(module, name)
-    found = None if name.startswith("_") else torch_kind(module, name)
-    if found is None:
-        _refuse(module, name)
-    return found
+    return None if name.startswith("_") else torch_kind(module, name)
 
 
 def torch_kind(module: str, name: str) -> Any:
