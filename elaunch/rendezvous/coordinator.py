@@ -134,9 +134,9 @@ class Coordinator:
         self._clock = clock
         self._settled = settled
         self._published = published
-        self._queue: queue.SimpleQueue[Sequence[Change] | SearchResult | Reread | _Stop] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[
+            Sequence[Change] | SearchResult | Reread | _Stop | StoreError
+        ] = queue.SimpleQueue()
         self._ended = threading.Event()
 
     def run(self, opened: float, known: Plan | None = None) -> str:
@@ -145,7 +145,7 @@ class Coordinator:
         ``known`` is the newest plan that this agent has read.
 
         Raises:
-            StoreError: the store cannot be read, or its plan cannot.
+            StoreError: the store cannot be read, or its plan cannot, or it gave up our entry.
         """
         self._state.begin(self._store.latest(), self._clock(), opened, known)
         reader = threading.Thread(target=self._read_changes, name="members", daemon=True)
@@ -201,12 +201,17 @@ class Coordinator:
             self._state.on_plan(post, self._clock())
 
     def _receive(self, timeout: float | None) -> str | None:
-        """Wait for news and take all that are there; return why to stop, if that is among them."""
+        """Wait for news and take all that are there; return why to stop, if that is among them.
+
+        Raises the StoreError for which the members cannot be read any more.
+        """
         try:
             news = self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
             while True:
                 if isinstance(news, _Stop):
                     return news.reason
+                if isinstance(news, StoreError):
+                    raise news
                 if isinstance(news, SearchResult):
                     self._state.on_found(news)
                 elif isinstance(news, Reread):
@@ -225,7 +230,7 @@ class Coordinator:
                 if isinstance(exc, StoreUnreachable) and not isinstance(exc, StoreReplaced):
                     self._ended.wait(RETRY)
                     continue
-                self._queue.put(_Stop(str(exc)))
+                self._queue.put(exc)
                 return
             if changes:
                 self._queue.put(changes)

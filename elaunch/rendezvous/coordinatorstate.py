@@ -134,7 +134,8 @@ class CoordinatorState:
             plan = self._decoded(post, "the last coordinator")
         except records.RecordError as exc:
             if known is None and not self._rules.hosted_by_me:
-                raise
+                advice = "remove it if no agent of this job runs, or choose another --rdzv-id"
+                raise records.RecordError(f"{exc}; {advice}") from exc
             # Its writer cannot sign: others have read what we have, or nothing in a new store.
             log.warning("%s", exc)
             new = Plan(self._draw()[0], reason="the job begins")
@@ -245,7 +246,9 @@ class CoordinatorState:
         if self._refused_post and step is not None and version == step.version - 1:
             self.ended = "the leadership is lost"
         elif post is None or version < self._version:
-            self._version = version  # the plan was cleared or lost: begin to count anew
+            # The plan was removed, or overwritten: it is posted again, and counted anew.
+            self._version = version
+            self._view = replace(self._view, unannounced=self._plan.phase != "over")
         elif version > self._version:
             self._believe(post, now)
 

@@ -31,6 +31,7 @@ from elaunch.rendezvous.events import Effect, Fence, Idle, MeetingFailed, News, 
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.rendezvous.records import RecordError, decode_plan
+from elaunch.rendezvous.waiting import What
 from elaunch.store.protocol import Post, Store
 
 SLICE = 5.0
@@ -300,9 +301,9 @@ class Meeting:
                 if post is None and self._look_due():
                     self._look(store)
             except StoreError as exc:
-                member.note_problem(exc, self._world.clock())
-                self._pause()
+                self._unread("reading", exc)
                 continue
+            member.read("reading")
             if post is not None:
                 self._receive(store, post)
 
@@ -358,11 +359,19 @@ class Meeting:
             try:
                 if store.await_leadership(name, SLICE):
                     self._coordinate(store, name)
+                else:
+                    self._member.read("leading")
             except RecordError as exc:
                 self._world.post(MeetingFailed(exc.exit_code, str(exc)))
                 return
-            except StoreError:
-                self._pause()
+            except StoreError as exc:
+                self._unread("leading", exc)
+
+    def _unread(self, what: What, problem: StoreError) -> None:
+        """Note that something could not be read, and wait a moment before the next try."""
+        with self._changed:
+            self._post(self._member.unread(what, problem, self._world.clock()))
+        self._pause()
 
     def _coordinate(self, store: Store, name: str) -> None:
         state = CoordinatorState(
@@ -395,6 +404,7 @@ class Meeting:
     def _note_decided(self, state: CoordinatorState) -> None:
         with self._changed:
             self._decided = state
+            self._member.read("leading")
             self._changed.notify_all()
 
     def _pause(self) -> None:

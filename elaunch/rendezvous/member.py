@@ -59,7 +59,7 @@ from elaunch.rendezvous.events import (
     Withdraw,
 )
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.waiting import Hopeless, Waiting, Writes, is_last
+from elaunch.rendezvous.waiting import Hopeless, Overdue, Waiting, What, is_last
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -127,7 +127,7 @@ class MemberState:
         self._rewrite_until = now
         self._rewrite_at: float | None = None
         self._problem = ""
-        self._writes = Writes()
+        self._overdue = Overdue()
         self._problem_at = -math.inf
         self._waiting = Waiting(rules, now)
         self._moved = False
@@ -193,7 +193,7 @@ class MemberState:
         if problem is None:
             effects = self._answered(now)
             if isinstance(task, Update | Enrol):
-                effects += self._writes.done("entry")
+                effects += self._overdue.done("entry")
             effects += self._succeeded(task, sent, now)
             if self._is_refusing(now):
                 effects += self._give_up(self._refusal)
@@ -287,7 +287,16 @@ class MemberState:
                 known[name] = records.decode_agent(value, self.secret, name)
         return known
 
-    def note_problem(self, problem: StoreError, now: float) -> None:
+    def unread(self, what: What, problem: StoreError, now: float) -> list[Effect]:
+        """Note that something could not be read; that may not last for ever."""
+        self._note_problem(problem, now)
+        return [*self._overdue.refused(what, problem, now), *self._give_up_if_overdue(now)]
+
+    def read(self, what: What) -> None:
+        """Note that it could be read."""
+        self._overdue.done(what)
+
+    def _note_problem(self, problem: StoreError, now: float) -> None:
         """Keep what the store refused, for the error of an agent that waits in vain."""
         self._problem, self._problem_at = str(problem), now
 
@@ -315,9 +324,8 @@ class MemberState:
     def plan_published(self, problem: StoreError | None, now: float) -> list[Effect]:
         """Note whether this agent, which coordinates, could publish a plan."""
         if problem is None:
-            return [*self._writes.done("plan")]
-        self.note_problem(problem, now)
-        return [*self._writes.refused("plan", problem, now), *self._overdue(now)]
+            return [*self._overdue.done("plan")]
+        return self.unread("plan", problem, now)
 
     # ── how it went ──────────────────────────────────────────────────────────────────────────────
 
@@ -348,6 +356,8 @@ class MemberState:
     def _joined(self, task: Enrol, sent: float) -> list[Effect]:
         self.name = name = task.name
         self._moved = True
+        self.read("reading")
+        self.read("leading")
         self._written = task.seq
         self._rewrite_at = None
         effects = self._keep(sent)
@@ -372,7 +382,7 @@ class MemberState:
 
     def _unanswered(self, task: Task, now: float, problem: StoreError) -> list[Effect]:
         effects: list[Effect] = []
-        self.note_problem(problem, now)
+        self._note_problem(problem, now)
         self._retry_at = now + min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._retries, 10))
         self._retries += 1
         if isinstance(problem, StoreClosed):
@@ -403,22 +413,19 @@ class MemberState:
         if now - self._last_answer >= self._limit:
             effects += self._give_up(self._lost_store(now))
         if isinstance(task, Update | Enrol):
-            effects += self._writes.refused("entry", problem, now)
-        return effects + self._overdue(now)
+            effects += self._overdue.refused("entry", problem, now)
+        return effects + self._give_up_if_overdue(now)
 
     @property
     def _limit(self) -> float:
         """For how many seconds this agent goes on without the store."""
         return self._rules.store_timeout if self._ever_joined else self._rules.join_timeout
 
-    def _overdue(self, now: float) -> list[Effect]:
-        waited = self._writes.overdue(now, self._limit)
-        if waited is None:
+    def _give_up_if_overdue(self, now: float) -> list[Effect]:
+        problem = self._overdue.overdue(now, self._last_answer, self._limit)
+        if not problem:
             return []
-        return self._give_up(
-            f"{self.store_name} has taken no write of this agent for {waited:.0f} s, the last "
-            f"attempt: {self._problem}"
-        )
+        return self._give_up(f"{self.store_name} {problem}, the last attempt: {self._problem}")
 
     def _cut(self, reason: str, stale: bool) -> list[Effect]:
         """We are no member any more, or cannot know; ``stale``: our entry may be there."""

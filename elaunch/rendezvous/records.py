@@ -203,6 +203,7 @@ def decode_plan(post: Post, secret: bytes | None, sender: str, known: Sequence[N
     Raises:
         RecordError: as for :func:`decode_agent`.
     """
+    sender = f"{sender} (the key {post.key})" if post.key else sender
     fields = _read(post.value, secret, sender, ("plan", str(post.version)))
     named = fields.pop("nodes", None)
     nodes: Sequence[Node] = ()

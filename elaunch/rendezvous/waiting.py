@@ -17,8 +17,9 @@ no such node, and ``store_timeout`` + 2         the agent ends with 69: the coor
 This deadline depends on the agent's own clock alone. So no agent waits for ever, whether the
 coordinator receives nothing, a record is lost or the store takes no writes.
 
-Renewals are no writes: an etcd whose space is used up keeps every entry alive and answers in time.
-So writes have a deadline of their own: those of the agent's entry and, if it coordinates, of plans.
+Renewals alone show little: an etcd whose space is used up, or where permissions were taken away,
+keeps every entry alive and answers in time. So writes and reads have deadlines of their own
+(``Overdue``): the agent's entry and the plan, and, if it coordinates, plans and members.
 """
 
 from __future__ import annotations
@@ -125,18 +126,20 @@ def _missing(plan: Plan | None) -> str:
 
 # ── how long writes have waited ──────────────────────────────────────────────────────────────────
 
-What = Literal["entry", "plan"]
+What = Literal["entry", "plan", "reading", "leading"]
+"""Our entry and the plan are written; a follower reads the plan, the agent that leads the members.
+"""
 
 
-class Writes:
-    """Keeps which writes were refused, since when, and why."""
+class Overdue:
+    """Keeps what the store has not done, and since when."""
 
     def __init__(self) -> None:
         self._since: dict[What, float] = {}
         self._named = False
 
     def refused(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
-        """Note that a write was not done, or may not have been; a full store is named once."""
+        """Note that it was not done, or may not have been; a full store is named once."""
         self._since.setdefault(what, now)
         if self._named or not isinstance(problem, StoreFull):
             return []
@@ -144,12 +147,22 @@ class Writes:
         return [StoreSilent(f"{problem}; the job goes on until something has to be decided")]
 
     def done(self, what: What) -> list[StoreBack]:
-        """Note that a write was done."""
+        """Note that it was done."""
         self._since.pop(what, None)
+        if what in ("reading", "leading"):
+            return []
         named, self._named = self._named, False
         return [StoreBack("the store takes writes again")] if named else []
 
-    def overdue(self, now: float, limit: float) -> float | None:
-        """Return for how long a write has waited if that is ``limit`` seconds or more."""
-        waited = now - min(self._since.values(), default=now)
-        return waited if self._since and waited >= limit else None
+    def overdue(self, now: float, answered: float, limit: float) -> str:
+        """Return what was not done for ``limit`` seconds or more, and for how long; or "".
+
+        Where nothing is answered since ``answered``, it is not the reading that fails.
+        """
+        for what, since in self._since.items():
+            reads = what in ("reading", "leading")
+            waited = (answered if reads else now) - since
+            if waited >= limit:
+                did = "let this agent read no records" if reads else "taken no write of this agent"
+                return f"has {did} for {waited:.0f} s"
+        return ""

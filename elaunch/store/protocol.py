@@ -32,7 +32,7 @@ tests/store/test_contract.py holds both, and a store in memory for tests, to thi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 
@@ -40,12 +40,14 @@ from typing import Literal, Protocol
 class Post:
     """One version of the plan; versions count from 1 for as long as its key exists.
 
-    ``nodes`` is the long part of it, which is the same for many versions.
+    ``nodes`` is the long part of it, which is the same for many versions; ``key`` is where the post
+    is, for messages. Version 0 is what no agent has written: it counts as no plan.
     """
 
     version: int
     value: bytes
     nodes: bytes = b""
+    key: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

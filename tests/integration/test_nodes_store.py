@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -175,16 +176,30 @@ def test_the_host_of_the_tcpstore_is_told_to_leave(cluster: Build) -> None:
 
 @pytest.mark.trial
 def test_all_agents_are_killed_and_none_knows_the_job(cluster: Build) -> None:
-    """A TCPStore ends with its host: rounds are counted anew, and both nodes say so."""
+    """A TCPStore ends with its host: restarts are counted anew, and both nodes say so."""
     job = Job(cluster, "c10d", 2)
     flags = ["--nnodes=2", "--max-restarts=1"]
     for agent in job.pair(flags):
         os.kill(agent.pid, signal.SIGKILL)
     again = [job.start(number, flags) for number in (1, 2)]
     for agent in again:
-        wait_until_said(agent, r"was killed here in round 0 and none of its agents is left: rounds")
-        agent.wait_for_line(r"^up rank=\d round=0", DEADLINE)
+        wait_until_said(agent, r"was killed here in round 0: this one goes on with round 1, and")
+        agent.wait_for_line(r"^up rank=\d round=1", DEADLINE)
     assert end(job, *again) == [0, 0]
+
+
+def test_the_host_is_killed_while_who_knows_the_job_is_frozen(cluster: Build) -> None:
+    """No number of a round is given twice while an agent lives that has seen it."""
+    job = Job(cluster, "c10d", 2)
+    job.conf["settle"] = 1
+    one, two = job.pair(["--nnodes=1:2", "--max-restarts=1"])
+    os.kill(two.pid, signal.SIGSTOP)
+    os.kill(one.pid, signal.SIGKILL)
+    again = job.start(1, ["--nnodes=1:2", "--max-restarts=1"])
+    wait_for_worker(again, 0, 1)
+    os.kill(two.pid, signal.SIGCONT)
+    wait_for_worker(two, 1, 2)
+    assert end(job, again, two) == [0, 0]
 
 
 @pytest.mark.trial
@@ -272,3 +287,47 @@ def test_etcd_is_full(cluster: Build) -> None:
         assert "alarm NOSPACE" in full[0] and "the job goes on until" in full[0]
         assert "has taken no write of this agent for 4 s" in full[1]
         assert sum("the job goes on until" in line for line in full) == 1
+
+
+def test_a_hand_changes_what_is_in_etcd(cluster: Build) -> None:
+    """Garbage, another version, too much, nothing: the agents write it again, and the job goes on.
+
+    Each time a rank fails afterwards: all that a round needs is read, and written.
+    """
+    job = Job(cluster, "etcd", 2)
+    etcd = job.etcd
+    assert etcd is not None
+    hands: list[tuple[str, str | None]] = [
+        ("/board", "by hand"),
+        ("/board", None),
+        ("/board", "999999\n{}"),
+        ("/board", "1\n" + "x" * 500_000),
+        ("/board/nodes", "[]"),
+        ("/board/nodes", None),
+        ("/lead/.*", None),
+        ("/agents/.*", "[1]"),
+    ]
+    fails = ",".join(f"1r{number}" for number in range(len(hands)))
+    one, two = job.pair(["--nnodes=2", f"--max-restarts={len(hands)}"], [f"fail={fails}"])
+    for number, (part, value) in enumerate(hands):
+        keys = filter(re.compile(rf"/elaunch/job{part}").fullmatch, etcd.keys())
+        for key in keys:
+            etcd.put(key, value) if value is not None else etcd.ctl("del", key)
+        (job.share / f"fail.{number}").touch()
+        for rank, agent in enumerate((one, two)):
+            wait_for_worker(agent, rank, number + 1)
+    assert end(job, one, two) == [0, 0]
+    assert "the record of the coordinator (the key /elaunch/job/board) is refused" in one.output(
+        "stderr"
+    )
+
+
+def test_what_is_not_elaunchs_is_at_the_key_of_the_plan(cluster: Build) -> None:
+    """Before the job begins: the key is named, and nobody waits."""
+    job = Job(cluster, "etcd", 2)
+    assert job.etcd is not None
+    job.etcd.put("/elaunch/job/board", "by hand")
+    agents = [job.start(number, ["--nnodes=2"]) for number in (1, 2)]
+    for agent in agents:
+        assert agent.wait(DEADLINE).returncode == 69
+        assert "(the key /elaunch/job/board) is refused" in said(agent)[-1]

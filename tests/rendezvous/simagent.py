@@ -191,7 +191,7 @@ class Agent:
 
         def answered(value: Any) -> None:
             if isinstance(value, StoreError):
-                self.member.note_problem(value, self.sim.engine.now)
+                self._take(self.member.unread("reading", value, self.sim.engine.now))
                 self.later(PAUSE, self._follow)
                 return
             post, members = value

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
-from elaunch.errors import StoreFull, StoreReplaced
+from elaunch.errors import StoreDenied, StoreFull, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import FENCE, Rules
 from elaunch.rendezvous.events import (
     CutOff,
+    Effect,
     Enrol,
     Fence,
     Idle,
@@ -171,6 +172,24 @@ def test_a_store_that_takes_no_writes_is_named_once_and_left_in_time() -> None:
     assert 30.0 <= now < 31.0
     assert [type(one) for one in told] == [StoreSilent, Failed]
     assert "has taken no write of this agent for 30 s" in told[-1].problem
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_records_that_cannot_be_read_are_not_waited_for_for_ever(answers: bool) -> None:
+    """Where nothing is answered at all, it is the store that is lost."""
+    member = joined()
+    denied, gone = StoreDenied("permission denied"), StoreUnreachable("nobody answers")
+    told, now = list[Effect](), 0.0
+    while not (told and isinstance(told[-1], Failed)):
+        task = member.next(now)
+        if not isinstance(task, Idle):
+            told += member.done(task, now, now, None if answers else gone)
+        told += member.unread("reading", denied if answers else gone, now)
+        now += 0.1
+        assert now < 40.0
+    assert 30.0 <= now < 32.0
+    expected = "has let this agent read no records for 3" if answers else "lost the store"
+    assert expected in told[-1].problem
 
 
 def test_a_plan_that_is_not_taken_has_the_same_deadline() -> None:

@@ -114,7 +114,6 @@ class EtcdStore:
         self._members = EtcdMembers(txns, keys, self._watcher, self._news, leads=self._own.leads)
         self.latest, self.follow = self._plan.latest, self._plan.follow
         self.update, self.renew = self._own.update, self._own.renew
-        self.await_leadership = self._own.await_leadership
         self.members, self.changes = self._members.entries, self._members.changes
 
     @property
@@ -136,6 +135,13 @@ class EtcdStore:
         """Write our own entry; see Store. ``ttl`` is rounded up to whole seconds."""
         self._members.forget()
         self._own.enrol(name, value, ttl)
+
+    def await_leadership(self, name: str, timeout: float) -> bool:
+        """Wait until we lead; see Store."""
+        leads = self._own.await_leadership(name, timeout)
+        if leads:
+            self._members.forget()
+        return leads
 
     def withdraw(self) -> None:
         """Remove our own entry; see Store."""

@@ -233,6 +233,8 @@ class OwnLease:
             )
         if self._in_line is None:
             self._get_in_line(own)
+        elif self._leads:
+            self._look_ahead(own)  # our key may have been removed
         while not self._leads:
             if self._before is None or self._before_gone:
                 self._look_ahead(own)
@@ -310,12 +312,13 @@ class OwnLease:
             raise self._lost(own)
         still = txns.created(*line)
         answer = txns.send([still], [txns.get_before(self._keys.candidates, line[1])], [])
-        if not answer.done:
-            raise self._lost(own)
-        if self._before is not None:
-            self._watcher.remove(self._before)
-            self._before = None
-        self._stand_behind(answer)
+        before, self._before, self._leads = self._before, None, False
+        if before is not None:
+            self._watcher.remove(before)
+        if answer.done:
+            self._stand_behind(answer)
+        else:
+            self._get_in_line(own)  # the entry may be there without our key
 
     def _stand_behind(self, answer: Txn) -> None:
         """Lead, or watch the key before ours, by the transaction that has read it."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elaunch.errors import LeaseLost, StoreError
+from elaunch.errors import LeaseLost
 from elaunch.store.etcd.calls import Transactions
 from elaunch.store.etcd.cluster import Keys, end_of
 from elaunch.store.etcd.watch import Watch, Watcher
@@ -53,7 +53,6 @@ class EtcdMembers:
         self._news = news
         self._leads = leads
         self._begin = threading.Lock()
-        self._reader = ""
         self._watch: Watch | None = None
         self._known: dict[str, int] = {}  # name -> revision that was last returned of it
         self._changes: list[Change] = []
@@ -81,29 +80,23 @@ class EtcdMembers:
     def forget(self) -> None:
         """Stop watching; the next call of ``changes`` returns every entry again."""
         with self._begin:
-            self._forget()
-
-    def _forget(self) -> None:
-        if self._watch is None:
-            return
-        self._watcher.remove(self._watch)
-        self._watch = None
-        with self._news:
-            self._known, self._changes = {}, []
+            if self._watch is None:
+                return
+            self._watcher.remove(self._watch)
+            self._watch = None
+            with self._news:
+                self._known, self._changes = {}, []
 
     def _check_leads(self, name: str) -> None:
         if not self._leads(name):
             raise LeaseLost(f"{name} does not lead (any more)")
 
     def _begin_to_watch(self, name: str) -> None:
-        """Watch for ``name``, which leads: what was watched for an earlier leader is not for it."""
+        """Watch for ``name``, which leads."""
         with self._begin:
             self._check_leads(name)
-            if self._reader != name:
-                self._forget()
             if self._watch is not None:
                 return
-            self._reader = name
             start = self._keys.agents
             watch = Watch(start, end_of(start), 0, self._take, self._read)
             watch.revision = watch.reread() + 1
@@ -292,10 +285,10 @@ LONGEST_VERSION = 18
 
 
 def _post(kv: Any | None, nodes: bytes) -> Post | None:
-    """Return the post in a key and value of etcd; raises StoreError if that is none."""
+    """Return the post in a key and value of etcd, of version 0 if elaunch has not written it."""
     if kv is None:
         return None
-    version, _, value = kv.value.partition(b"\n")
+    key, (version, _, value) = kv.key.decode(), kv.value.partition(b"\n")
     if not version.isdigit() or len(version) > LONGEST_VERSION:
-        raise StoreError(f"what is at {kv.key.decode()} in etcd was not written by elaunch")
-    return Post(int(version), value, nodes)
+        return Post(0, kv.value, key=key)
+    return Post(int(version), value, nodes, key)
