@@ -330,21 +330,27 @@ def _too_few(view: View, now: float, rules: Rules, few: Few) -> Decision:
 # ── the round ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _before(view: View) -> LastKnown:
-    """Return where the job was: by the plan, or by what agents saw of it before."""
-    plan, known = view.plan, view.known
-    before = LastKnown(plan.round, plan.restarts, plan.without_progress, _step(plan.checkpoint))
+def _before(view: View, rules: Rules) -> LastKnown:
+    """Return where the job was: by the plan, or by what agents saw of it before.
+
+    Agents that have yet to find this store may know of the round in which a run was killed here.
+    """
+    plan, known, last = view.plan, view.known, view.plan.round
+    if last < 0 and rules.hosted_by_me and rules.killed_in is not None:
+        last = rules.killed_in
+    before = LastKnown(last, plan.restarts, plan.without_progress, _step(plan.checkpoint))
     if known is None or known.round <= plan.round:
         return before
     return replace(
         known,
+        round=max(last, known.round),
         restarts=max(before.restarts, known.restarts),
         without_progress=max(before.without_progress, known.without_progress),
     )
 
 
 def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | None) -> Decision:
-    plan, before = view.plan, _before(view)
+    plan, before = view.plan, _before(view, rules)
     nodes = tuple(_node(name, view.present[name].record) for name in enough.names)
     checkpoint = checkpoints.newest(view, enough.names)
     notice = differences([(n.host, view.present[n.name].record.facts) for n in nodes])
@@ -372,11 +378,11 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         failure=plan.failure if verdict else None,
         same=_same(view),
         losses=None if plan.losses and checkpoints.progressed(view) else plan.losses,
-        notice="; ".join(filter(None, (notice, _anew(before, rules)))),
+        notice="; ".join(filter(None, (notice, _anew(view, before)))),
         facts=first.facts,
         strict=rules.strict_symmetry,
     )
-    reason = _why_again(plan, rules, verdict) if verdict else _why(plan, new, rules, before)
+    reason = _why_again(plan, rules, verdict) if verdict else _why(view, new, rules, before)
     return publish(replace(new, reason=reason))
 
 
@@ -391,7 +397,8 @@ def _why_again(plan: Plan, rules: Rules, verdict: budget.Again) -> str:
     return verdict.reason
 
 
-def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
+def _why(view: View, new: Plan, rules: Rules, before: LastKnown) -> str:
+    plan = view.plan
     if rules.standalone and plan.round < 0:
         return "first start"
     resumes = budget.resumes_from(_step(new.checkpoint))
@@ -399,7 +406,7 @@ def _why(plan: Plan, new: Plan, rules: Rules, before: LastKnown) -> str:
     if rules.standalone:
         return f"{plan.reason}{start}"
     with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}{_left_out(new)}"
-    if plan.round < 0 and before.round < 0:
+    if plan.round < 0 and view.known is None:
         return f"first start: {with_whom}{start}"
     if plan.round < before.round:
         return f"the store lost its memory; going on with {with_whom}{start}"
@@ -423,16 +430,11 @@ def _left_out(new: Plan) -> str:
     return f" ({text.lost(new.losses)}: it stands by)"
 
 
-def _anew(before: LastKnown, rules: Rules) -> str:
-    """Return that the numbers of an earlier run begin again, where one is known of."""
-    if (
-        before.round >= 0
-        or not rules.hosted_by_me
-        or rules.killed_in is None
-        or rules.killed_in < 0
-    ):
+def _anew(view: View, before: LastKnown) -> str:
+    """Return that the restarts of an earlier run are forgotten, where one is known of."""
+    if view.known is not None or view.plan.round >= 0 or before.round < 0:
         return ""
     return (
-        f"the last run with this run id was killed here in round {rules.killed_in} and none of "
-        "its agents is left: rounds and restarts are counted from 0 again"
+        f"the last run with this run id was killed here in round {before.round}: this one goes on "
+        f"with round {before.round + 1}, and restarts are counted from 0 again"
     )

@@ -172,9 +172,15 @@ TABLE: dict[str, Row] = {
     ),
     "and none of them has come back": (
         *(replace(HOSTS, killed_in=4), EMPTY, [member(1), member(2)], {"store_opened": 88.0}),
-        "running//0/None a1 a2; the last run with this run id was killed here in round 4 and none "
-        "of its agents is left: rounds and restarts are counted from 0 again",
+        "running//5/None a1 a2; the last run with this run id was killed here in round 4: this one "
+        "goes on with round 5, and restarts are counted from 0 again",
         "first start: 2 nodes, 16 workers",
+    ),
+    "the host knows of a later round than those that have come back": (
+        *(replace(HOSTS, killed_in=6), EMPTY, [member(1), member(2)]),
+        {"store_opened": 80.0, "known": LastKnown(4, 2, 1, 40, 12.0)},
+        "running//7/None a1 a2 r2",
+        "the store lost its memory; going on with 2 nodes, 16 workers",
     ),
     "the longest fence of those that have": (
         *(
