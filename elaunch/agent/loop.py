@@ -6,6 +6,7 @@ checkpoints, the log pump) is in threads and processes that post events.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -43,6 +44,8 @@ from elaunch.config import Settings
 from elaunch.rendezvous.coordinator import Standalone
 from elaunch.server import devices
 
+LATE_EVENTS = 100
+"""Events that are served before a deadline that has come: the agent may have been suspended."""
 SETTLE_LEAST = 5.0
 """Seconds for what is in memory to be written out, however little of a grace is left."""
 SETTLE_OVERDUE = 2.0
@@ -108,6 +111,7 @@ class Agent:
         self._state = State(limits_of(settings, meets=standalone is None))
         self._exit_code = 0
         self._deadline: float | None = None
+        self._served_late = 0
         self._grace_until: float | None = None
 
     def run(self) -> int:
@@ -154,13 +158,15 @@ class Agent:
             self._deadline = self._deadline if due is None else due
 
     def _next_event(self) -> events.Event:
-        try:
-            if self._deadline is None:
-                return self._inbox.get()
-            return self._inbox.get(timeout=max(0.0, self._deadline - time.monotonic()))
-        except queue.Empty:
-            self._deadline = None
-            return PASSED
+        if self._deadline is None:
+            return self._inbox.get()
+        left = max(0.0, self._deadline - time.monotonic())
+        self._served_late = 0 if left else self._served_late + 1
+        if self._served_late <= LATE_EVENTS:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=left)
+        self._deadline, self._served_late = None, 0
+        return PASSED
 
     def _still_starting(self, seconds: float) -> str:
         settings, state = self._settings, self._state

@@ -207,7 +207,7 @@ class Coordinator:
         """
         try:
             news = self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
-            while True:
+            for _ in range(1 + self._queue.qsize()):  # no more: a deadline may have come
                 if isinstance(news, _Stop):
                     return news.reason
                 if isinstance(news, StoreError):
@@ -220,7 +220,8 @@ class Coordinator:
                     self._state.on_changes(news, self._clock())
                 news = self._queue.get_nowait()
         except queue.Empty:
-            return None
+            pass
+        return None
 
     def _read_changes(self) -> None:
         while not self._ended.is_set():

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -29,6 +29,9 @@ from elaunch.wire.worker import KINDS, WIRE, Notice, seconds_of
 
 LONGEST_NAME: Final = 200
 JOIN_S: Final = 2.0
+MOST_POSTED: Final = 32
+"""Different events that one worker may report in a round; more are dropped, as repeated ones are.
+The loop would come to nothing else."""
 NOTICE_S: Final = 0.5
 """Seconds for a worker to take a notice: its buffer is full, or another answer is on its way."""
 
@@ -45,6 +48,7 @@ class _Link(Struct):
     local_rank: int
     page: PageReader
     requests: Requests | None = None
+    posted: set[events.Event] = field(default_factory=set)
 
 
 class WorkerLinks:
@@ -227,7 +231,8 @@ class WorkerLinks:
         event = event_of(message, link.round, link.local_rank)
         if isinstance(event, str):
             log.debug("worker %d sends what cannot be event_of: %s", link.local_rank, event)
-        elif event is not None:
+        elif event is not None and event not in link.posted and len(link.posted) < MOST_POSTED:
+            link.posted.add(event)
             self._post(event)
 
     def _request(self, link: _Link, message: Message) -> None:

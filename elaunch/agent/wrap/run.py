@@ -134,10 +134,10 @@ class Wrapper:
         """Return the next event; None when a deadline comes before it."""
         due = min(self._deadline, self._held[0][0] if self._held else math.inf)
         left = due - time.monotonic()
-        try:
-            return self._inbox.get(timeout=None if left == math.inf else max(0.0, left))
-        except queue.Empty:
-            return None
+        with contextlib.suppress(queue.Empty):
+            if left > 0:  # however many signals come meanwhile
+                return self._inbox.get(timeout=None if left == math.inf else left)
+        return None
 
     def _handle(self, event: Event | None) -> None:
         if event is None and self._held and self._held[0][0] <= self._deadline:

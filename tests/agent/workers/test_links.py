@@ -16,6 +16,7 @@ import pytest
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.status.socket import ControlSocket
+from elaunch.agent.workers import links
 from elaunch.agent.workers.links import WorkerLinks, event_of
 from elaunch.wire.local import LONGEST, Message, Requests
 from elaunch.wire.progress import ProgressPage
@@ -104,6 +105,21 @@ def test_what_it_says_is_posted(agent: Agent) -> None:
     assert agent.event() == events.NoticeKnown(0, Notice("a node joins", "resize"))
     assert agent.event() == events.NoticeKnown(0, Notice("spot", "stop", 9.0))
     assert agent.event() == events.NoticeKnown(0, Notice("odd"))
+
+
+def test_a_flood_of_reports_is_a_few_events(agent: Agent) -> None:
+    """The loop has no more to do than the worker has news, and others are heard meanwhile."""
+    flood, other = Worker(agent, 0), Worker(agent, 1)
+    for number in range(1000):
+        flood.say(b'{"op": "listens"}')
+        flood.say(b'{"op": "knows", "reason": "%d", "kind": "stop"}' % number)
+    other.say(b'{"op": "listens"}')
+    heard = [agent.event()]
+    while heard[-1] != events.WorkerListens(0, 1):
+        heard.append(agent.event())
+    flood.say(b'{"op": "detach"}')
+    assert len(heard) <= 1 + links.MOST_POSTED
+    assert heard.count(events.WorkerListens(0, 0)) == 1
 
 
 def test_a_notice_reaches_all_of_the_round(agent: Agent) -> None:
