@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, TypeVar
 
 from elaunch.checkpoint.storage import atonce
@@ -68,14 +70,31 @@ def repeatedly(
 _T = TypeVar("_T")
 
 
-def bounded(call: Callable[[], _T], otherwise: _T, what: str) -> _T:
+_hanging: dict[int, Path] = {}
+"""Where the calls that still hang were made, each by a number."""
+_numbers = itertools.count()
+
+
+def bounded(call: Callable[[], _T], otherwise: _T, what: str, where: Path) -> _T:
     """Return what a call to a file system returns; ``otherwise`` where it hangs, or fails.
 
-    The call is made in a thread; after FILES_S the loop goes on without it, and logs ``what``.
+    The call is made in a thread; after FILES_S the loop goes on without it, and logs ``what``. As
+    long as it hangs, no other is made below ``where``: many workers would take many times as long.
     """
+    if any(where.is_relative_to(at) or at.is_relative_to(where) for at in [*_hanging.values()]):
+        return otherwise
     found: list[_T] = []
+    number = next(_numbers)
+
+    def run() -> None:
+        try:
+            found.append(call())
+        finally:
+            _hanging.pop(number, None)
+
     try:
-        if atonce.within(FILES_S, lambda: found.append(call()), "files"):
+        _hanging[number] = where
+        if atonce.within(FILES_S, run, "files"):
             return found[0]
         log.warning("%s: the file system does not answer for %g s; going on", what, FILES_S)
     except OSError as error:

@@ -245,7 +245,8 @@ class Reporter:
         def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
             return ends.build(name, host, state.round, kept, first, circumstances)
 
-        made = bounded(partial(build, self._kept), None, "cannot read the workers' error files")
+        what = "cannot read the workers' error files"
+        made = bounded(partial(build, self._kept), None, what, self._group.files_root)
         made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
         self._kept = ()
         return replace(made, culprit=self._culprit(state, made))
@@ -274,8 +275,9 @@ class Reporter:
         for suffix, content in contents.items():
             path = self._run_dir.report(round_number, suffix)
             raw = content.encode("utf-8", "surrogateescape")
-            bounded(partial(replace_file, path, raw), None, f"cannot write {path}")
-        bounded(self._run_dir.drop_reports, None, "cannot remove old failure reports")
+            bounded(partial(replace_file, path, raw), None, f"cannot write {path}", path.parent)
+        run_dir = self._run_dir
+        bounded(run_dir.drop_reports, None, "cannot remove old failure reports", run_dir.path)
 
     def _left(self, end: Exit, stopped: bool) -> ends.Failure:
         stdout, stderr = self._pump.paths(end.local_rank)

@@ -231,7 +231,8 @@ class Recorders:
         """Remove the sockets of the round; nobody can remove them for a worker that was killed."""
         if self._round is not None:
             remove = partial(self._remove, self._round)
-            bounded(remove, None, f"cannot remove the workers' sockets in {self._run_dir}")
+            what = f"cannot remove the workers' sockets in {self._run_dir}"
+            bounded(remove, None, what, self._run_dir)
 
     def _remove(self, begun: Round) -> None:
         for path in [self._path(begun, rank) for rank in begun.own_ranks]:

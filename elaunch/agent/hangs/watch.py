@@ -200,7 +200,8 @@ class HangWatch:
         if not self._takes_scene:
             return nothing
         take = partial(self._take_scene, first, lost, is_victim)
-        return bounded(take, nothing, "cannot see where the other workers are")
+        what = "cannot see where the other workers are"
+        return bounded(take, nothing, what, self._group.run_dir)
 
     def _take_scene(
         self, first: Exit, lost: bool, is_victim: bool
@@ -224,7 +225,8 @@ class HangWatch:
             if lost and patience:
                 settled.wait(patience)
             if not asked:
-                asked.append(bounded(read, nothing, "cannot read what the other workers do"))
+                what = "cannot read what the other workers do"
+                asked.append(bounded(read, nothing, what, self._group.run_dir))
             places, dumps = asked[0]
             found, gone = {**elsewhere, **places}, frozenset(failed)
             if not (found or gone):

@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from elaunch import env
@@ -91,7 +92,10 @@ class EventLog:
         if event in state.stopped:
             name = "TERMINATED"
         path = self._error_file(event.round, event.local_rank)
-        left = bounded(partial(errorfile.read, path), None, f"cannot read {path}")
+        left = None
+        if path is not None:
+            read = partial(errorfile.read, path)
+            left = bounded(read, None, f"cannot read {path}", Path(path))
         raw = None if left is None or left.record is None else json.dumps(left.record)
         self.record(name, event, restarts=state.restarts, raw_error=raw)
 

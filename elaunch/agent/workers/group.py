@@ -69,7 +69,8 @@ class WorkerGroup:
         self.reaper = Reaper()
         self._open_files = processes.raise_open_files()
         self._endpoint = _endpoint(settings, self.own_addr)
-        self._files_root = context.log_root or context.run_dir.logs
+        self.files_root = context.log_root or context.run_dir.logs
+        """Where the workers leave error records and stacks."""
         self._forks = settings.start_method == "forkserver" and settings.mode != "command"
         self._temp: RunTemp | None = None
         self._cache_cleaned = 0.0
@@ -130,10 +131,10 @@ class WorkerGroup:
     def _clean_cache(self) -> None:
         """Remove compiled code that is cut short; after the first time what was written since."""
         since, self._cache_cleaned = self._cache_cleaned, time.time()
-        clean, none = partial(remove_torn, compiler_caches(self.environ), since), list[Path]()
-        for path in bounded(
-            clean, none, "compiled code is not looked through for what is cut short"
-        ):
+        caches = compiler_caches(self.environ)
+        clean, none = partial(remove_torn, caches, since), list[Path]()
+        what = "compiled code is not looked through for what is cut short"
+        for path in bounded(clean, none, what, caches["cache"]):
             log.warning("removed %s: its compiler was killed before it was whole", path)
 
     def _settle(self, nproc: int) -> None:
@@ -223,8 +224,9 @@ class WorkerGroup:
         ranks = {local_rank: start.first_rank + local_rank for local_rank in range(self._nproc)}
         channels = self._pump.open_round(start.round, ranks)
         if self._context.log_root is None:
-            make = partial(files.make_directories, self._files_root, start.round, list(ranks))
-            bounded(make, None, f"cannot make a directory for error files in {self._files_root}")
+            root = self.files_root
+            make = partial(files.make_directories, root, start.round, list(ranks))
+            bounded(make, None, f"cannot make a directory for error files in {root}", root)
         for local_rank, (stdout, stderr) in channels.items():
             error_file = str(self._error_file(start.round, local_rank))
             variables = env.worker_environment(facts, local_rank, error_file, self._server_environ)
@@ -297,7 +299,7 @@ class WorkerGroup:
         return hmac.new(secret, whose, "sha256").hexdigest()
 
     def _error_file(self, round_number: int, local_rank: int) -> Path:
-        attempt = files.round_directory(self._files_root, round_number).absolute()
+        attempt = files.round_directory(self.files_root, round_number).absolute()
         return attempt / str(local_rank) / "error.json"
 
     def stacks_file(self, round_number: int, local_rank: int) -> Path:
@@ -307,7 +309,7 @@ class WorkerGroup:
     def error_file(self, round_number: int, local_rank: int) -> str | None:
         """Return the path of a worker's error record if it wrote one."""
         path = self._error_file(round_number, local_rank)
-        there = bounded(path.exists, False, f"cannot look for {path}")
+        there = bounded(path.exists, False, f"cannot look for {path}", self.files_root)
         return str(path) if there else None
 
     def send_signal(self, signum: Signals, stops: bool) -> None:

@@ -43,7 +43,7 @@ class Rig:
         )
         self.pump.withhold = lambda: None
         self.pump.settle = lambda number, **how: self.settled.append((number, how["drops"]))
-        self.group = SimpleNamespace(error_file=lambda *_: None)
+        self.group = SimpleNamespace(files_root=Path("x"), error_file=lambda *_: None)
         run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
         settings = SimpleNamespace(

@@ -141,10 +141,16 @@ def test_the_loop_waits_for_no_file_system_for_ever(
     monkeypatch.setattr(patience, "FILES_S", 0.1)
     hangs = threading.Event()
     with caplog.at_level(logging.WARNING, "elaunch"):
-        assert patience.bounded(lambda: hangs.wait(LONG), False, "cannot look") is False
-        assert patience.bounded((tmp_path / "nowhere").read_bytes, b"", "cannot read") == b""
-        assert patience.bounded(tmp_path.exists, False, "cannot look") is True
+        one, other = tmp_path / "one", tmp_path / "other"
+        assert patience.bounded(lambda: hangs.wait(LONG), False, "cannot look", one) is False
+        began = time.monotonic()
+        for below in range(1000):  # nothing is asked of what hangs already
+            assert patience.bounded(tmp_path.exists, False, "cannot see", one / str(below)) is False
+        assert time.monotonic() - began < 100 * 0.1
+        assert patience.bounded((tmp_path / "nowhere").read_bytes, b"", "cannot read", other) == b""
+        assert patience.bounded(tmp_path.exists, False, "cannot look", other) is True
     hangs.set()
+    wait_until(lambda: patience.bounded(tmp_path.exists, False, "cannot look", one))
     assert "cannot look: the file system does not answer for 0.1 s; going on" in caplog.text
     assert "cannot read: No such file or directory; going on" in caplog.text
 
