@@ -15,6 +15,7 @@ Several (`Coordinator`), on the one agent that leads, for as long as it leads::
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -28,6 +29,8 @@ from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult,
 from elaunch.rendezvous.events import News, PlanSeen
 from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.store.protocol import Change, Store
+
+log = logging.getLogger("elaunch")
 
 STANDALONE = "standalone"
 
@@ -149,7 +152,11 @@ class Coordinator:
         """
         self._state.begin(self._store.latest(), self._clock(), opened, known)
         reader = threading.Thread(target=self._read_changes, name="members", daemon=True)
-        reader.start()
+        try:
+            reader.start()
+        except RuntimeError as error:
+            log.warning("this agent cannot coordinate for now: %s", error)
+            raise StoreUnreachable(str(error)) from error
         try:
             return self._loop()
         finally:
@@ -173,9 +180,7 @@ class Coordinator:
             elif isinstance(step, Reread):
                 self._reread()
             elif isinstance(step, Search):
-                threading.Thread(
-                    target=self._find, args=(step,), name="checkpoint-search", daemon=True
-                ).start()
+                self._begin_search(step)
             else:
                 self._settled(state)
                 stopped = self._receive(None if step.until is None else step.until - clock())
@@ -235,6 +240,15 @@ class Coordinator:
                 return
             if changes:
                 self._queue.put(changes)
+
+    def _begin_search(self, search: Search) -> None:
+        finder = threading.Thread(
+            target=self._find, args=(search,), name="checkpoint-search", daemon=True
+        )
+        try:
+            finder.start()
+        except RuntimeError:  # late is better than never
+            self._find(search)
 
     def _find(self, search: Search) -> None:
         """Post what the search brings; the coordinator waits for it, whatever it is."""

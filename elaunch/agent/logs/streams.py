@@ -211,7 +211,14 @@ class LogRound:
             read: has the streams read from now on.
         """
         run = partial(self._run, plan, complain, read)
-        threading.Thread(target=run, name=f"log files {self.number}", daemon=True).start()
+        try:
+            threading.Thread(target=run, name=f"log files {self.number}", daemon=True).start()
+        except RuntimeError as error:
+            if plan.log_root is not None:
+                complain(plan.log_root, OSError(str(error)))
+            self.opened.set()
+            self.done.set()
+            read()
 
     def _run(self, plan: LogPlan, complain: Complaint, read: Callable[[], object]) -> None:
         try:

@@ -250,9 +250,16 @@ class Peers:
         sock.setblocking(True)
         with self._serving:
             self._served.add(sock)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._attend, args=(sock,), name="elaunch-peer", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("another node's agent cannot be served for now: %s", error)
+            with self._serving:
+                self._served.discard(sock)
+            sock.close()
 
     def _attend(self, sock: socket.socket) -> None:
         try:

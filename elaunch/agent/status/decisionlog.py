@@ -77,7 +77,10 @@ class DecisionLog:
         if is_first:
             timer = threading.Timer(HOLD_S, self.release)
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # no thread can be had
+                self.release()
 
     def release(self, culprit: str = "") -> None:
         """Log the lines that were kept, with the ``culprit`` if it is known; any thread."""

@@ -43,7 +43,10 @@ def post(
         connection.connect()
         cut = threading.Timer(WHOLE_S, socket.socket.shutdown, (connection.sock, socket.SHUT_RDWR))
         cut.daemon = True
-        cut.start()
+        try:
+            cut.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
         path = quote(f"{url.path}?{url.query}" if url.query else url.path, string.punctuation)
         sent = {"Content-Type": "application/json", **_login(url), **headers}
         connection.request("POST", path or "/", json.dumps(body), sent)

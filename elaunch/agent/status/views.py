@@ -111,7 +111,12 @@ class NodeViews:
                 channel.send({"error": f"{MOST} such requests are being answered"}, (), 0.0)
             return
         run = partial(self._serve, channel, request)
-        threading.Thread(target=run, name="view", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="view", daemon=True).start()
+        except RuntimeError as error:
+            self._room.release()
+            with contextlib.suppress(OSError), contextlib.closing(channel):
+                channel.send({"error": f"the agent cannot answer for now: {error}"}, (), 0.0)
 
     def _serve(self, channel: LocalChannel, request: Message) -> None:
         try:

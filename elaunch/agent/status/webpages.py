@@ -68,8 +68,13 @@ class WebPages:
 
     def _start(self) -> None:
         if self._host and self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("--dashboard: not in this round: %s", error)
+                return
+            self._thread = thread
 
     def see(self, turn: Turn) -> None:
         """Start it where this is node 0."""

@@ -78,8 +78,13 @@ class Watcher:
             if self._stream is not None:
                 self._create(self._stream, watch)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="etcd watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="etcd watch", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._watches.remove(watch)
+                    raise StoreUnreachable(f"etcd cannot be watched: {error}") from error
+                self._thread = thread
 
     def remove(self, watch: Watch) -> None:
         """End a watch."""

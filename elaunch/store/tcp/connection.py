@@ -79,7 +79,10 @@ def _resolve(host: str, port: int, until: float) -> list[Address]:
             answers.put(OSError(error.strerror or str(error)))
 
     # A thread, because a resolver that does not answer has deadlines of its own.
-    threading.Thread(target=ask, name="elaunch-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="elaunch-resolve", daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        ask()
     try:
         answer = answers.get(timeout=max(0.0, until - time.monotonic()))
     except queue.Empty:

@@ -69,7 +69,10 @@ def unmap(views: Sequence[memoryview]) -> None:
                 mapping.close()
 
     if mappings:
-        threading.Thread(target=close, name="unmap", daemon=True).start()
+        try:
+            threading.Thread(target=close, name="unmap", daemon=True).start()
+        except RuntimeError:  # no thread can be had
+            close()
 
 
 def release(view: memoryview) -> None:

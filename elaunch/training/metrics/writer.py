@@ -180,6 +180,8 @@ class Writer:
         with self._changed:
             self._closed = True
             thread = self._thread
+            if thread is None and self._rows:  # none could be had
+                raise self._unwritten(self._put)
             if thread is None:
                 return
             self._drain(lambda: self._ended, timeout)
@@ -222,8 +224,13 @@ class Writer:
     def _wake(self) -> None:
         self._awake = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elaunch-metrics", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="elaunch-metrics", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had; the next row tries again
+                self._awake = False
+            else:
+                self._thread = thread
         self._changed.notify_all()
 
     def _run(self) -> None:

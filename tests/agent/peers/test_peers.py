@@ -18,6 +18,7 @@ from elaunch.errors import SaveError
 from elaunch.wire.stream import HELLO, OPENING, PEER, REPLY, Caller, Unauthenticated, call_up
 from elaunch.wire.worker import StagedShard
 from tests.agent.peersrig import HERE, agents, tell
+from tests.threadless import no_threads
 
 STAGE = Stage(120, 3, "abc")
 DEADLINE = 20.0
@@ -92,6 +93,16 @@ def test_seals_and_failures_reach_the_node_that_they_are_for() -> None:
             made[2].report(0, report, DEADLINE)
         assert savers[0].reports == sent
         assert savers[1].reports == savers[2].reports == []
+
+
+def test_no_thread_for_another_agent() -> None:
+    """It is turned away, and served when threads can be had."""
+    with agents(2) as made:
+        serve_peers(Keeper(), made[0])
+        report = ShardReport("writing", STAGE, 3, 6)
+        with no_threads(), pytest.raises(Undelivered):
+            made[1].report(0, report, DEADLINE)
+        made[1].report(0, report, DEADLINE)
 
 
 def test_a_part_is_copied_from_memory_to_memory() -> None:

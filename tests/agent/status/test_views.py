@@ -43,6 +43,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record, new_worker
 from tests.agent.peersrig import agents, tell
+from tests.threadless import no_threads
 
 PIDS: dict[int, int] = {}
 RECORDS: dict[int, dict[str, Any]] = {}
@@ -224,6 +225,16 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "full").mkdir()
     with job(tmp_path / "full", taken({})) as (run, _), pytest.raises(UsageError, match="0 such"):
         ask(run, {"of": "files"}, 5)
+
+
+def test_no_thread_for_an_answer(tmp_path: Path) -> None:
+    """The command is told so, and there is as much room as before when threads can be had."""
+    with job(tmp_path, taken({})) as (run, _):
+        with no_threads():
+            for _ in range(2 * views.MOST):
+                with pytest.raises(UsageError, match="cannot answer for now: can't start new"):
+                    ask(run, {"of": "stacks"}, 5)
+        assert "makes no sense" in ask(run, {"of": "bytes"}, 5)[0]["error"]
 
 
 @pytest.mark.slow
