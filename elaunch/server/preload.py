@@ -41,7 +41,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from elaunch import env
-from elaunch.server import compiling, hugepages, processes
+from elaunch.server import compiling, processes
 from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
@@ -130,14 +130,12 @@ def preload(
     meanwhile: Callable[[], None] | None = None,
     *,
     tried: bool = False,
-    stays: bool = True,
 ) -> Preloaded:
     """Import ``modules`` in order.
 
     ``path`` is what a worker has first on ``sys.path``, if it has anything of its own there;
-    ``meanwhile`` is called before each module that they import, and while memory is got for them;
-    ``tried``: a fork has imported them and can use the devices; ``stays``: this process is forked
-    afterwards.
+    ``meanwhile`` is called before each module that they import; ``tried``: a fork has imported them
+    and can use the devices.
     """
     if path is not None:
         sys.path.insert(0, path)
@@ -147,8 +145,6 @@ def preload(
     asks_nvml = NVML[0] not in os.environ
     os.environ.setdefault(*NVML)
     try:
-        if stays:
-            hugepages.reserve(modules, meanwhile)
         return _import(modules, tried)
     finally:
         if asks_nvml:
@@ -429,7 +425,7 @@ def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, s
 
     before = dict(os.environ)
     kind.__getitem__ = note  # every way of reading one variable ends there
-    found = preload(modules, path, stays=False)
+    found = preload(modules, path)
     kind.__getitem__ = look_up
     written = {name: text for name, text in os.environ.items() if before.get(name) != text}
     return sorted(read), written, found.problem or found.unforkable
