@@ -152,6 +152,33 @@ def test_a_spare_is_asked(cluster: Build, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["c10d"])
+def test_workers_do_not_save_and_a_spare_stands_by(cluster: Build, backend: str) -> None:
+    """One end, one code: the spare does not say that the job is to be continued."""
+    job = Job(cluster, backend, 3)
+    grace = ["--shutdown-timeout=2", "--sibling-grace=1"]
+    agents = [start(job, number, "2:2", "deaf", more=grace) for number in (1, 2)]
+    for rank, agent in enumerate((agents[0], agents[0], agents[1], agents[1])):
+        wait_for_steps(agent, rank, 0)
+    agents.append(start(job, 3, "2:2", more=grace))
+    wait_until_said(agents[2], "standing by")
+    agents[1].send_signal(signal.SIGUSR1)
+    assert [agent.wait(DEADLINE).returncode for agent in agents] == [137, 137, 137]
+
+
+@pytest.mark.parametrize("backend", ["c10d"])
+def test_a_node_is_lost_just_before_the_request(cluster: Build, backend: str) -> None:
+    """Spot machines go together: the others cannot save, and the job is to be continued."""
+    job = Job(cluster, backend, 2)
+    grace = ["--shutdown-timeout=1", "--sibling-grace=0.5"]
+    agents = [start(job, number, "1:2", more=grace) for number in (1, 2)]
+    for rank, agent in enumerate((agents[0], agents[0], agents[1], agents[1])):
+        wait_for_steps(agent, rank, 0)
+    agents[1].send_signal(signal.SIGKILL)
+    agents[0].send_signal(signal.SIGUSR1)
+    assert agents[0].wait(DEADLINE).returncode == 75
+
+
+@pytest.mark.parametrize("backend", ["c10d"])
 def test_a_node_joins(cluster: Build, backend: str) -> None:
     """The workers save by themselves, and all go on from that step: nothing is done twice."""
     job = Job(cluster, backend, 2)

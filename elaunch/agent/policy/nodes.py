@@ -155,7 +155,7 @@ def on_tree_gone(state: State) -> Decision:
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
         return requests.ended(state) if state.preempted else stopped(state.interrupted)
-    if state.asked_in_round and not state.completed and not over:
+    if state.asked_in_round and not state.completed and not over and not state.limits.meets:
         return _asked_and_not_done(state)
     if state.preempted and state.notice is not None:
         return at_rest(state, f"all workers of this node have saved ({state.notice.reason})")
@@ -167,7 +167,7 @@ def on_tree_gone(state: State) -> Decision:
 
 
 def _asked_and_not_done(state: State) -> Decision:
-    """Leave: no round is to follow here, although the workers did not end as they were asked."""
+    """End the job on its only node: the workers did not end as they were asked."""
     if not state.failed or state.notice is None:
         return requests.ended(state)
     return Finish(failure_code(state)), f"{failure(state)}; no restart: {state.notice.reason}"

@@ -179,6 +179,8 @@ def overdue_at_rest(state: State) -> Decision:
     plan = state.plan
     if plan is not None and (plan.asked or plan.phase == "ending"):
         return NOTHING  # the coordinator bounds what follows
+    if state.notified_in not in (None, *AT_REST) and not state.completed:
+        return ended(state)
     reason = "" if state.notice is None else state.notice.reason
     grace = state.limits.shutdown_timeout
     what = f"{reason}: no coordinator has answered for {grace:g} s; this node leaves"

@@ -162,6 +162,9 @@ def _ended(view: View, now: float, rules: Rules) -> Plan | None:
     if failed is not None:
         reason = text.failure(failed)
         return replace(plan, phase="ending", cause="failure", reason=reason, failure=failed)
+    if stopped and plan.asked:
+        reason = f"the workers of {text.named(stopped)} had not saved and ended before"
+        return replace(plan, phase="ending", cause="left", reason=reason, failure=None)
     if stopped:
         were = "was" if len(stopped) == 1 else "were"
         reason = f"{text.named(stopped)} {were} cut off from the store; the workers there are dead"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from elaunch.endings import PREEMPTED, exit_code
+from elaunch.endings import KILLED, PREEMPTED, exit_code
 from elaunch.errors import JoinTimeoutError, SameFailureError, StoreError, SymmetryError
 from elaunch.rendezvous import text
 from elaunch.rendezvous.decide import budget, checkpoints, members
@@ -119,12 +119,17 @@ def _preempted(view: View) -> Decision:
     """Return the end of a job that was asked to end, of which nothing runs any more.
 
     A round that failed after it was asked has failed; one that failed before would be followed by
-    another, which now comes later.
+    another, which now comes later. So would one that has lost a node.
     """
     plan = view.plan
     if plan.asked and plan.cause == "failure" and plan.failure is not None:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
         return publish(over(plan, exit_code(plan.failure.exitcode), reason))
+    records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
+    unsaved = (one.round == plan.round and one.state == "ended" for one in records)
+    if plan.asked and plan.cause == "left" and any(unsaved):
+        reason = f"killed: {plan.asked}; the workers had not saved and ended before"
+        return publish(over(plan, KILLED, reason))
     what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "
     reason = f"{what}preempted: {plan.asked or end_request(view)}; to be continued"
     return publish(over(replace(plan, failure=None), PREEMPTED, reason))
@@ -192,7 +197,7 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
     not to blame.
     """
     plan = view.plan
-    if plan.cause != "failure":
+    if plan.cause != "failure" and not (plan.asked and plan.cause == "left"):
         return plan
     for node in plan.nodes:
         absent = view.absent.get(node.name)
@@ -202,7 +207,7 @@ def _judged(view: View, now: float, rules: Rules) -> Plan:
         reason = text.gone(node, absent, rules.heartbeat_timeout)
         return without(view, cause, reason, [node], view.phase_since)
     failed = first_failure(view, now) or plan.failure
-    if failed is None:
+    if failed is None or plan.cause == "left":
         return plan
     return replace(plan, failure=failed, reason=text.failure(failed))
 

@@ -582,8 +582,8 @@ TABLE: dict[str, Row] = {
     "a failure while the job is asked to end": (
         MANY,
         (*JOB, ASKED, exited(0, 3), exited(1, -15, stopped=True), gone()),
-        Finish(3),
-        "rank 3 exited with code 3; no restart: drain",
+        Meet(),
+        "rank 3 exited with code 3; waiting for the other nodes",
     ),
 }
 

@@ -359,6 +359,24 @@ TABLE: dict[str, Row] = {
         *(ELASTIC, replace(LOST, asked="drain"), [END1], {"absent": GONE2}),
         *("over/lost/0/75 a1 a2", "preempted: drain; to be continued"),
     ),
+    "workers that do not save": (
+        *(TWO, replace(RUNNING, asked="drain"), [END1, RUN2, member(3)], {}),
+        "ending/left/0/None a1 a2",
+        "the workers of node node1 (10.0.0.1) had not saved and ended before",
+    ),
+    "one end, also where an agent stands by": (
+        *(ELASTIC, replace(LOST, cause="left", asked="drain"), [END1, END2, member(3)], {}),
+        "over/left/0/137 a1 a2",
+        "killed: drain; the workers had not saved and ended before",
+    ),
+    "a node was lost meanwhile, and nobody could save": (
+        *(ELASTIC, replace(LOST, cause="left", asked="drain"), [END1], {"absent": GONE2}),
+        *("over/lost/0/75 a1 a2", "preempted: drain; to be continued"),
+    ),
+    "a worker failed because of it": (
+        *(ELASTIC, replace(ENDING, asked="drain"), [failed(1)], {"absent": GONE2}),
+        *("over/lost/0/75 a1 a2", "preempted: drain; to be continued"),
+    ),
     "a failure after it": (
         *(TWO, replace(ENDING, asked="drain"), [failed(1), END2], {}),
         *("over/failure/0/7 a1 a2", "rank 0 on node1 exited with code 7; no restart: drain"),
