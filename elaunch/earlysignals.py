@@ -9,6 +9,7 @@ hold such signals back (:func:`hold`), and the code that installs the handlers l
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from typing import Final
 
 # Those that are errors of the process itself, job control, and those that are harmless stay.
@@ -31,10 +32,16 @@ def hold() -> None:
     _held.update(wanted - before)
 
 
-def release() -> None:
-    """Let come what was held back, to the handlers that stand now; in the main thread."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _held)
-    _held.clear()
+def release(awaited: Collection[int] = ()) -> None:
+    """Let come what was held back, to the handlers that stand now; in the main thread.
+
+    ``awaited`` are held back from now on as well: a thread waits for them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    done = _held.difference(awaited)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, done)
+    _held.difference_update(done)
+    _held.update(set(awaited) - before)
 
 
 def usual_mask() -> set[int]:

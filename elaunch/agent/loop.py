@@ -189,7 +189,8 @@ class Agent:
         if turn.begun is not None:
             self._start_round(state, turn.begun)
         elif isinstance(action, StopWorkers):
-            self._group.send_signal(action.signum, stops=True)
+            shielded = self._links.shielded()
+            self._group.send_signal(action.signum, stops=True, shielded=shielded)
             self._grace_until = self._deadline = time.monotonic() + action.grace
         elif isinstance(action, Hurry):
             self._hurry(state, action)

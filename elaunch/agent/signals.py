@@ -1,9 +1,14 @@
 """Signals become events: all that is done about one is to post it.
 
-The kernel may hand a signal to any thread, and does where another one is pending for the main
-thread. A handler in Python then runs only once the main thread wakes, which in a loop that waits
-for an event is never. So a thread of its own reads which signals came from the file descriptor that
-the interpreter writes to in whichever thread is interrupted (signal.set_wakeup_fd).
+They are blocked in the main thread, and so in all threads that it starts. A thread waits for them,
+and so learns who has sent each. A thread that was there before (a profiler's) may take one instead.
+A handler in Python then runs only once the main thread wakes, which in a loop that waits for an
+event is never. So another thread reads such signals from the file descriptor that the interpreter
+writes to in whichever thread is interrupted (signal.set_wakeup_fd).
+
+A request to end is often sent twice: ``uv run``, a trap in bash or a supervisor forwards what the
+process group has got already. The same one within SAME_SIGNAL seconds is dropped, since a second
+request would cut a save short.
 
 SIGHUP stays ignored, here and in the workers, where the launcher's parent had ignored it before:
 that is what ``nohup`` does. SIGINT and SIGQUIT are taken all the same: a shell ignores them for its
@@ -12,13 +17,23 @@ background jobs, and torchrun handles them there, too.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
-from elaunch import earlysignals
+from elaunch import earlysignals, proc
 from elaunch.agent.policy import events
+
+ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SAME_SIGNAL: Final = 1.0
+"""Seconds in which a second signal is the same request."""
+
+log = logging.getLogger("elaunch")
 
 
 def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], None]) -> None:
@@ -34,17 +49,42 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
     received, written = os.pipe()
     os.set_blocking(written, False)
 
+    taken = dict.fromkeys(ENDING, -math.inf)
+
+    def take(number: int, sender: str) -> None:
+        signum, now = signal.Signals(number), time.monotonic()
+        if now - taken.get(signum, -math.inf) < SAME_SIGNAL:
+            log.info("%s once more within %g s%s", signum.name, SAME_SIGNAL, sender)
+            return
+        if signum in taken:
+            taken[signum] = now
+        post(events.SignalReceived(signum, sender=sender))
+
     def read() -> None:
         while True:
             for number in os.read(received, 64):
                 if number in handled:
-                    post(events.SignalReceived(signal.Signals(number)))
+                    take(number, "")
 
-    threading.Thread(target=read, name="signals", daemon=True).start()
+    def wait() -> None:
+        while True:
+            found = signal.sigwaitinfo(handled)
+            take(found.si_signo, _sender(found.si_pid))
+
     signal.set_wakeup_fd(written)
     for signum in handled:
         signal.signal(signum, lambda *_: None)  # or the interpreter writes nothing
-    earlysignals.release()
+    earlysignals.release(handled)
+    for work in (read, wait) if handled else (read,):
+        threading.Thread(target=work, name="signals", daemon=True).start()
+
+
+def _sender(pid: int) -> str:
+    """Return " (sent by NAME, pid N)"; nothing for the terminal, or another pid namespace."""
+    if not pid:
+        return ""
+    process = proc.read_process(pid)
+    return f" (sent by pid {pid})" if process is None else f" (sent by {process.name}, pid {pid})"
 
 
 def ignore(signums: Iterable[signal.Signals]) -> None:

@@ -19,7 +19,8 @@ agent       store               round (-1: before the first), host, fixed (wheth
                                 file: the listening socket of the store
 agent       signal              signum, group (also the workers' process groups), once (not where
                                 its sender has signalled all processes), stops (whether the
-                                workers are meant to end by it)
+                                workers are meant to end by it), shielded (local ranks in which
+                                SIGTERM does nothing, and which get SIGKILL in its place)
 agent       sweep               round, signum (0: none), grace (s), deadline (s)
 agent       fence               until: kill all workers when it has passed, unless a later comes;
                                 hold (s): stop them then, and kill them that much later

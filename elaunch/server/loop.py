@@ -338,8 +338,9 @@ class Server:
         signums = [message["signum"]]
         if message["stops"] and not self._held:
             signums.append(signal.SIGCONT)
-        for pid in self._workers:
-            for signum in signums:
+        shielded = message.get("shielded", ()) if message["signum"] == signal.SIGTERM else ()
+        for pid, job in self._workers.items():
+            for signum in [signal.SIGKILL] if job.local_rank in shielded else signums:
                 processes.signal_child(pid, signum, message["group"])
 
     def _end_expired(self) -> None:

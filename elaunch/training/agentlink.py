@@ -73,9 +73,12 @@ class AgentLink:
         self._send(self._first, [self._page.fd])
         self._thread.start()
 
-    def report_listening(self) -> None:
-        """Report to the agent that the script asks should_preempt()."""
-        self._send({"op": "listens"})
+    def report_listening(self, shielded: bool) -> None:
+        """Report to the agent that the script asks should_preempt().
+
+        ``shielded``: SIGTERM does nothing here any more.
+        """
+        self._send({"op": "listens", "shielded": shielded})
 
     def report_notice(self, notice: worker.Notice) -> None:
         """Report to the agent a notice that did not come from it."""

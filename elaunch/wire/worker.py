@@ -9,7 +9,8 @@ From the worker:
 "local_rank": k}``                                          its progress page
                                                             (elaunch.wire.progress); with
                                                             ``"name"`` the run gets that name
-``{"op": "listens"}``                                       the script asks should_preempt()
+``{"op": "listens", "shielded": b}``                        the script asks should_preempt();
+                                                            whether SIGTERM does nothing there
 ``{"op": "knows", "reason": …, "kind": …}``                 it knows of another node's notice, with
                                                             ``"grace"`` where one is stated
 ``{"op": "ack", "reason": …, "kind": …}``                   the script knows that it is to end, and

@@ -139,7 +139,7 @@ def test_the_machine_is_taken_while_the_job_saves(elaunch: Launcher) -> None:
     running.wait_for_line("^saving$", 60.0)
     began = time.monotonic()
     running.send_signal(signal.SIGTERM)
-    running.wait_for_line(r"SIGTERM received: spot already, grace 19.7 s$", 60.0, "stderr")
+    running.wait_for_line(r"SIGTERM received: spot already, grace 19.7 s", 60.0, "stderr")
     while time.monotonic() < began + 1.0:  # longer than --shutdown-timeout and the grace
         assert running.process.poll() is None
         time.sleep(0.1)
@@ -212,6 +212,74 @@ def test_a_second_sigterm_is_not_patient(elaunch: Launcher) -> None:
     running.send_signal(signal.SIGTERM)
     running.send_signal(signal.SIGTERM)
     assert running.wait().returncode == 143
+
+
+def test_the_same_sigterm_more_than_once(elaunch: Launcher) -> None:
+    """`uv run` and other wrappers forward what the process group has got already."""
+    running = start(elaunch, "slow", nproc=2)
+    for _ in range(3):
+        running.send_signal(signal.SIGTERM)
+        time.sleep(0.01)  # or the kernel makes one of them
+    running.wait_for_line("^saving$", 60.0)
+    (elaunch.directory / "share" / "quick").touch()
+    done = running.wait()
+    assert done.returncode == 75, done.stderr
+    assert len(set(ends(elaunch))) == 1
+    assert re.search(rf"SIGTERM received.* \(sent by \S+, pid {os.getpid()}\)", done.stderr)
+
+
+@pytest.mark.parametrize("also", ["", "gloo"])
+def test_sigterm_to_every_process(elaunch: Launcher, also: str) -> None:
+    """As systemd does it: all ranks save, and their DataLoader workers serve them until then."""
+    words = ["loader", *([also] if also else [])]
+    running = start(elaunch, *words, nproc=2)
+    pids = elaunch.leftovers()
+    for pid in [running.pid, *pids]:
+        os.kill(pid, signal.SIGTERM)
+    done = running.wait()
+    assert done.returncode == 75, done.stderr
+    assert len(set(ends(elaunch))) == 1 and len(ends(elaunch)) == 2
+    assert "DataLoader worker" not in done.stderr
+
+
+def test_children_end_by_sigterm_of_their_parent(elaunch: Launcher) -> None:
+    """Whatever way they were made in, after the script has asked."""
+    share = elaunch.directory / "share"
+    share.mkdir()
+    script = elaunch.directory / "children.py"
+    script.write_text(CHILDREN)
+    done = elaunch.run([*CONTEXT, "--nproc-per-node=1", script])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["pool ended", "process -15", "program -15", "fork 15"]
+
+
+CHILDREN = """
+import multiprocessing, os, signal, subprocess, time
+import elaunch
+
+if __name__ == "__main__":
+    with elaunch.init() as ctx:
+        assert not ctx.preempt.should_preempt()
+        forks = multiprocessing.get_context("fork")
+        with forks.Pool(2) as pool:
+            pool.map(abs, range(4))
+        pool.join()
+        print("pool ended")
+        process = forks.Process(target=time.sleep, args=(600,))
+        process.start()
+        process.terminate()
+        process.join()
+        print("process", process.exitcode)
+        program = subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid)
+        program.terminate()
+        print("program", program.wait())
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        print("fork", os.waitpid(pid, 0)[1], flush=True)
+"""
 
 
 def test_a_failure_stays_one(elaunch: Launcher) -> None:

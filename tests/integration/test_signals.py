@@ -43,6 +43,51 @@ def test_a_signal_reaches_the_workers_and_ends_the_job(
     assert "Traceback" not in done.stderr
 
 
+SAVES = """
+import os, signal, sys, time
+
+def save(*_):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    os.write(1, b"saved\\n")
+    sys.exit(0)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, save)
+os.write(1, b"up\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
+def test_the_same_signal_more_than_once(elaunch: Launcher, tmp_path: Path, number: Signals) -> None:
+    """Wrappers forward what the process group has got already: the save goes on."""
+    (script := tmp_path / "saves.py").write_text(SAVES)
+    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, script, tmp_path / "go"])
+    running.wait_for_line("^up$")
+    for _ in range(4):
+        running.send_signal(number)
+        time.sleep(0.01)  # or the kernel makes one of them
+    (tmp_path / "go").touch()
+    done = running.wait()
+    assert done.returncode == 128 + number
+    assert "saved" in done.stdout.splitlines()
+
+
+def test_ctrl_c_after_a_pause_ends_at_once(elaunch: Launcher, tmp_path: Path) -> None:
+    """And the reason is shown."""
+    (script := tmp_path / "saves.py").write_text(SAVES)
+    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, script, tmp_path / "go"])
+    running.wait_for_line("^up$")
+
+    def again() -> bool:
+        running.send_signal(SIGINT)
+        return "SIGINT again: killing at once" in running.output("stderr")
+
+    wait_until(again)
+    assert running.wait().returncode == 130
+
+
 def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:
     """They die of it; that is not a failure."""
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--max-restarts=3"]))

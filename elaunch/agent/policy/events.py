@@ -172,10 +172,13 @@ class CheckpointChosen(Struct, frozen=True):
 class SignalReceived(Struct, frozen=True):
     """The agent got ``signum``; or the same is to be done for ``notice``, which --notice-command
     has printed: its ``grace`` is the seconds until this machine is taken.
+
+    ``sender`` is " (sent by NAME, pid N)", where that is known.
     """
 
     signum: signal.Signals
     notice: Notice | None = None
+    sender: str = ""
 
 
 class DeadlinePassed(Struct, frozen=True):

@@ -61,7 +61,9 @@ class DecisionLog:
             log.log(level, "the workers' TCPStore is gone: %s", event.problem)
         if reason:
             level = logging.INFO if _is_quiet(turn) else logging.WARNING
-            self._log(level, f"{_round(turn.before, turn.action)}{reason}", turn.before)
+            sender = event.sender if isinstance(event, events.SignalReceived) else ""
+            line = f"{_round(turn.before, turn.action)}{reason}{sender}"
+            self._log(level, line, turn.before)
 
     def _log(self, level: int, line: str, state: State) -> None:
         """Log a line, or keep it if it accuses nobody and the plan may name somebody yet."""
@@ -192,8 +194,7 @@ def _is_quiet(turn: Turn) -> bool:
     if isinstance(action, Nothing):
         return isinstance(turn.event, events.PlanSeen) and state.limits.meets
     if isinstance(action, EndTree):
-        told = state.failed or state.limits.meets or state.notice is not None
-        return not state.alive or not told
+        return not state.alive
     if isinstance(action, Finish) and (
         action.exit_code or (state.limits.meets and not state.member)
     ):

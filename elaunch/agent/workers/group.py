@@ -12,6 +12,7 @@ import os
 import resource
 import string
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -312,16 +313,18 @@ class WorkerGroup:
         there = bounded(path.exists, False, f"cannot look for {path}", self.files_root)
         return str(path) if there else None
 
-    def send_signal(self, signum: Signals, stops: bool) -> None:
+    def send_signal(self, signum: Signals, stops: bool, shielded: Sequence[int] = ()) -> None:
         """Signal the worker processes; also their groups where a worker is any command.
 
-        ``stops`` says that the workers are meant to end by it.
+        ``stops`` says that the workers are meant to end by it; ``shielded`` are the local ranks of
+        those in which SIGTERM does nothing.
 
         A Python worker's helpers (DataLoader workers) are its own to end; a command is often a
         shell around the program that has to save.
         """
         group = self._settings.mode == "command"
-        self.server.send({"op": "signal", "signum": int(signum), "group": group, "stops": stops})
+        order = {"op": "signal", "signum": int(signum), "group": group, "stops": stops}
+        self.server.send({**order, "shielded": shielded})
 
     def see(self, turn: Turn) -> None:
         """Note how many workers were counted; after a round, wait for all that its tree wrote."""

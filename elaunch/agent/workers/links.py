@@ -49,6 +49,7 @@ class _Link(Struct):
     page: PageReader
     requests: Requests | None = None
     posted: set[events.Event] = field(default_factory=set)
+    shielded: bool = False
 
 
 class WorkerLinks:
@@ -163,6 +164,11 @@ class WorkerLinks:
         with self._lock:
             return self._name
 
+    def shielded(self) -> list[int]:
+        """Return the local ranks of the workers in which SIGTERM does nothing."""
+        with self._lock:
+            return [rank for rank, link in self._links.items() if link.shielded]
+
     def readings(self) -> dict[int, Reading]:
         """Return what the attached workers report of their progress, by local rank."""
         with self._lock:
@@ -228,6 +234,7 @@ class WorkerLinks:
         if "n" in message:
             self._request(link, message)
             return
+        link.shielded = link.shielded or message.get("shielded") is True
         event = event_of(message, link.round, link.local_rank)
         if isinstance(event, str):
             log.debug("worker %d sends what cannot be event_of: %s", link.local_rank, event)

@@ -39,6 +39,7 @@ from elaunch.agent import signals
 from elaunch.agent.children import Reaper
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
+from elaunch.agent.signals import ENDING, SAME_SIGNAL
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
@@ -47,10 +48,7 @@ from elaunch.server import processes
 from elaunch.text import shortened
 from elaunch.wire.local import is_readable
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
-SAME_SIGNAL = 1.0
-"""Seconds in which a second signal is the same one: launchers signal a process and its group."""
 LEFT_GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL for what a command that ended well has left running."""
 FLUSH_TIMEOUT = 2.0

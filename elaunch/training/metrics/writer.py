@@ -162,11 +162,11 @@ class Writer:
         It gives up after ``timeout`` seconds, and at once where the disk has taken that long
         already.
         """
-        if os.getpid() != self._pid or self._thread is None:
+        if os.getpid() != self._pid:
             return True
         with self._changed:
             aim = self._put
-            if not self._is_stuck(timeout):
+            if self._thread is not None and not self._is_stuck(timeout):
                 self._drain(lambda: self._written >= aim, timeout)
             return self._written >= aim
 
@@ -180,14 +180,12 @@ class Writer:
         with self._changed:
             self._closed = True
             thread = self._thread
-            if thread is None and self._rows:  # none could be had
-                raise self._unwritten(self._put)
-            if thread is None:
-                return
-            self._drain(lambda: self._ended, timeout)
+            if thread is not None:
+                self._drain(lambda: self._ended, timeout)
             self._abandoned = True
             self._changed.notify_all()
-        thread.join(JOIN_S)
+        if thread is not None:
+            thread.join(JOIN_S)
         if lost := self._put - self._written + self._lost:
             rows = "1 row of metrics is" if lost == 1 else f"{lost} rows of metrics are"
             log.warning("%s lost: %s", rows, self._reason())

@@ -232,7 +232,12 @@ class PreemptContext:
     def _is_pending_at_first(self) -> bool:
         self._asked = True
         if self._link is not None:
-            self._link.report_listening()
+            from elaunch.training.preempt import shield  # most scripts do without
+
+            handler = shield.begin()
+            if handler is not None:
+                self._signals[signal.SIGTERM] = (handler, signal.SIG_DFL)
+            self._link.report_listening(shielded=handler is not None)
         # A notice may come between any two of these lines; _take() writes _notice first.
         self._pending = None
         notice = self._notice

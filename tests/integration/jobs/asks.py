@@ -14,6 +14,7 @@ fail=N         rank 0 exits with 7 at step N after it was told
 gloo           the ranks meet in each step, as in training
 short=R        ranks from R on are done after 5 steps, and wait for nobody
 left           print how many seconds are left, when they are told: ``left rank=R SECONDS``
+loader         each step takes a number from a DataLoader with two workers
 slow           the save begins (``saving``) and goes on until there is a file ``DIR/quick``
 =============  ==================================================================================
 
@@ -48,6 +49,20 @@ def gloo(ctx):
     return meet
 
 
+class Numbers:
+    def __len__(self):
+        return 1 << 40
+
+    def __getitem__(self, at):
+        return at
+
+
+def load():
+    from torch.utils.data import DataLoader
+
+    return iter(DataLoader(Numbers(), num_workers=2)).__next__
+
+
 def save(directory, step, slow):
     if slow:
         say("saving")
@@ -79,10 +94,15 @@ def main(directory, words):
         step = json.loads(latest.read_text())["step"] if latest else 0
         say(f"up rank={rank} round={number} pid={os.getpid()} from={step}")
         meet = gloo(ctx) if "gloo" in given else None
+        if "loader" in given:
+            ctx.preempt.should_preempt()
+            take = load()
         first = step
         while step < last:
             step += 1
             time.sleep(seconds + rank * skew)
+            if "loader" in given:
+                take()
             if meet is not None:
                 meet()
             if step == first + 3:
