@@ -11,6 +11,7 @@ fault                      what happens
 ``link_down``, ``link_up``  the cable is out of the switch: the node has no carrier
 ``drop(src, dst)``         no packet of src reaches dst; the way back works
 ``partition(a, b)``        no packet either way between two groups of nodes
+``shut(ports)``            no packet comes to these TCP ports, wherever they are
 ``lose(node, percent)``    of all frames of that cable, either way, so many per cent are lost
 ``narrow(size)``           frames of more bytes are lost; the nodes would send some of 9,000
 ``delay(node, seconds)``   each frame of that cable, either way, arrives so much later
@@ -116,6 +117,7 @@ class _Faults:
     """What the switch does to packets; the table of nft is written anew from it each time."""
 
     dropped: set[tuple[str, str]] = field(default_factory=set)
+    shut: set[int] = field(default_factory=set)
     lossy: dict[str, float] = field(default_factory=dict)
     largest: int | None = None
 
@@ -131,6 +133,7 @@ class _Faults:
         lines.append("icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept")
         if self.largest is not None:
             lines.append(f"meta length > {self.largest} drop")
+        lines += [f"tcp dport {port} drop" for port in sorted(self.shut)]
         for source, target in sorted(self.dropped):
             lines.append(f"iifname {_either(source)} oifname {_either(target)} drop")
         chain = "\n".join(["type filter hook forward priority 0;", *lines])
@@ -187,6 +190,11 @@ class Cluster:
         for one in some:
             for other in ends:
                 self._faults.dropped |= {(one.port, other.port), (other.port, one.port)}
+        self._apply()
+
+    def shut(self, ports: Iterable[int]) -> None:
+        """Lose all packets to some TCP ports, as a firewall does."""
+        self._faults.shut |= set(ports)
         self._apply()
 
     def lose(self, node: Node, percent: float) -> None:

@@ -6,6 +6,7 @@ For what an etcd does when it is hurt, see ``tests/etcdserver.py``; here it is h
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,10 +72,29 @@ class Etcd:
 
     def keys(self) -> list[str]:
         """Return the names of all keys."""
+        return self.ctl("get", "", "--from-key", "--keys-only").split()
+
+    def ctl(self, *words: str) -> str:
+        """Run an ``etcdctl`` and return what it prints."""
         member = self.leader()
-        done = member.node.run(_etcdctl(member, "get", "", "--from-key", "--keys-only"))
+        done = member.node.run(_etcdctl(member, *words))
         assert done.returncode == 0, done
-        return done.stdout.split()
+        return done.stdout
+
+    def put(self, key: str, value: str) -> None:
+        """Write what is no agent's."""
+        member = self.leader()
+        file = member.node.state / "value"
+        file.write_text(value)
+        words = " ".join(_etcdctl(member, "put", key))
+        done = member.node.run(["sh", "-c", f"{words} < {file}"])
+        assert done.returncode == 0, done
+
+    def agent_ports(self) -> dict[str, int]:
+        """Return the ports on which the agents of a job reach each other, by their host."""
+        said = self.ctl("get", "", "--from-key", "--print-value-only")
+        pairs = re.findall(r'"host":"(\w+)".*?"peer_port":(\d+)', said)
+        return {host: int(port) for host, port in pairs}
 
     def kill(self, member: Member) -> None:
         """End a member as ``kill -9`` does."""

@@ -159,7 +159,7 @@ class Peers:
         except stream.Unreached as error:
             texts = {
                 "refused": f"{peer} has ended: {error}",
-                "silent": f"{peer} cannot be reached: {error}",
+                "silent": f"{peer} cannot be reached: {error}; is its port closed by a firewall?",
             }
             text = texts.get(error.how, f"{peer} does not take us: {error}")
             raise Undelivered(text, error.how == "refused") from None
@@ -170,7 +170,8 @@ class Peers:
         return self._listener.key
 
     def _to_node(self, node_rank: int, timeout: float) -> PeerConnection:
-        return self.call(self.node(node_rank), time.monotonic() + timeout, min(timeout, PATIENCE))
+        seconds = min(timeout, PATIENCE)
+        return self.call(self.node(node_rank), time.monotonic() + seconds, seconds)
 
     def report(self, node_rank: int, report: ShardReport, timeout: float) -> None:
         """Send the agent of ``node_rank`` a report on a shard that is not its own."""

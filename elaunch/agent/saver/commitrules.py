@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Literal
 
 from elaunch.agent.context import SaverSetup
@@ -187,53 +188,42 @@ class CommitRules:
         At the end of a round that is no error: the shard is on the disk, and the search for the
         next checkpoint finds it there; a round that goes on with the save is sent it once more.
         """
-        report, now = _report_of(shard, "written", manifest=manifest.decode("latin-1")), self.round
-        self._to_each(shard, lambda node: self._send_written(node, report, now))
+        report = _report_of(shard, "written", manifest=manifest.decode("latin-1"))
+        self._report(report, self._committers(shard), PEER_S)
 
-    def _to_each(self, shard: StagedShard, send: Callable[[int], None]) -> None:
-        """Send to each node that commits; then raise the SaveError of the first that failed."""
-        failed: list[SaveError] = []
-        for node_rank in self._committers(shard):
-            try:
-                send(node_rank)
-            except SaveError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+    def _report(self, report: ShardReport, nodes: Collection[int], seconds: float) -> None:
+        """Send a report to each of ``nodes`` until it has it, or the round ends.
 
-    def _send_written(self, node_rank: int, report: ShardReport, now: Round | None) -> None:
-        peers, until = self._setup.peers, time.monotonic() + PEER_S
-        while peers is not None:
-            try:
-                peers.report(node_rank, report, TRY_S)
-                return
-            except SaveError as error:
+        Raises the SaveError of a node that does not have it after ``seconds``.
+        """
+        peers, now, until, pause = self._setup.peers, self.round, time.monotonic() + seconds, 0.1
+        while peers is not None and nodes:
+            left: dict[int, SaveError] = {}
+            for node_rank in nodes:
+                try:
+                    peers.report(node_rank, report, TRY_S)
+                except SaveError as error:
+                    left[node_rank] = error
+            for node_rank, problem in left.items():
                 if self.ending or self.round is not now:
-                    name = report.stage.name
-                    log.debug("node %d lacks a manifest of %s: %s", node_rank, name, error)
+                    what = f"{report.do} for {report.stage.name}"
+                    log.debug("node %d has no report %s: %s", node_rank, what, problem)
                     return
                 if time.monotonic() >= until:
-                    raise
+                    raise problem
+            nodes = left
             with self._changed:
-                self._changed.wait_for(lambda: self.ending, AGAIN_S)
+                self._changed.wait_for(lambda: self.ending, pause)
+            pause = min(2 * pause, TRY_S)
 
     def failed(self, shard: StagedShard, problem: str) -> None:
-        """Report that a shard will not come."""
-        peers, report = self._setup.peers, _report_of(shard, "failed", problem=problem)
-        for node_rank in self._committers(shard):
-            if peers is None:
-                return
-            try:
-                peers.report(node_rank, report, PEER_S)
-            except SaveError as error:
-                text = "node %d does not know that %s failed: %s"
-                log.warning(text, node_rank, shard.stage.name, error)
+        """Report that a shard will not come, for as long as the round lasts: others wait for it."""
+        report = _report_of(shard, "failed", problem=problem)
+        self._report(report, self._committers(shard), math.inf)
 
     def writing(self, shard: StagedShard) -> None:
         """Report that a shard is still being written; SaveError for a node not reached."""
-        peers, report = self._setup.peers, _report_of(shard, "writing")
-        if peers is not None:
-            self._to_each(shard, lambda node: peers.report(node, report, TRY_S))
+        self._report(_report_of(shard, "writing"), self._committers(shard), 0.0)
 
     def _committers(self, shard: StagedShard) -> list[int]:
         """Return the other nodes that commit the save of this shard, and so wait for it."""

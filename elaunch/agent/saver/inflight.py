@@ -180,7 +180,7 @@ class SavesInFlight:
         with self.changed:
             save = self.save(stage, 0)
             ended = [] if save.done else [save]
-            self.drop(save, "some rank could not stage its shard")
+            self.drop(save, "its ranks have given it up")
             own = self._ranks.get(rank)
             if own is not None:
                 own.unreported = [one for one in own.unreported if one != save.verdict]

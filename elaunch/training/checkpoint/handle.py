@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 Busy = Literal["wait", "skip"]
 
+ALONE_S: Final = 5.0
+"""Seconds that a rank waits for its agent until the ranks ask each other: another node's agent may
+have given the save up, and not reach this one."""
 LONGER_S: Final = 10.0
 """Seconds that the ranks wait longer for each other than for a save in flight."""
 
@@ -106,7 +109,7 @@ def await_saver(
             together(call.distributed, "wait", seconds + LONGER_S) as step,
         ):
             check()
-            step.sent = _waited(saver, seconds, patient=timeout is None)
+            step.sent = _waited(saver, alone(seconds, timeout), patient=timeout is None)
         if all(over for over, _ in step.received):
             committed: Committed | None = step.received[0][1]
             return committed
@@ -124,6 +127,22 @@ def _waited(
         if not patient:
             raise
         return False, None
+
+
+def alone(seconds: float, timeout: float | None) -> float:
+    """Return for how long a rank waits for its agent at once; the script has given ``timeout``."""
+    return min(seconds, ALONE_S) if timeout is None else seconds
+
+
+def give_up(saver: AgentSaverClient, stage: Stage | None = None) -> None:
+    """Report to this rank's agent that nothing comes of what was begun: ``abandon``.
+
+    All ranks are about to raise another error, so a failure here is only logged.
+    """
+    try:
+        saver.abandon(stage)
+    except SaveError as problem:
+        log.warning("a save cannot be taken back: %s", problem)
 
 
 class SaveHandle:
@@ -229,11 +248,15 @@ class SaveInFlight(SaveHandle):
             raise self._lost
 
     def settle(self, committed: Committed | None, problem: SaveError | None = None) -> None:
-        """Note what has become of it, the same on all ranks: ``committed`` is rank 0's."""
+        """Note what has become of it, the same on all ranks: ``committed`` is rank 0's.
+
+        With a ``problem`` the agents wait for no shard of it any more.
+        """
         if self.is_settled:
             return
         self.is_settled, self._problem = True, problem
         if problem is not None:
+            give_up(self._saver, self._stage)
             return
         if committed is None or committed.uuid != self._stage.uuid:
             text = f"checkpoint {self._stage.final}: its agent does not know what has become of it"

@@ -38,7 +38,14 @@ from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as shardfile
 from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import plan as writeplan
-from elaunch.training.checkpoint.handle import LONGER_S, SaveHandle, SaveInFlight, await_saver
+from elaunch.training.checkpoint.handle import (
+    LONGER_S,
+    SaveHandle,
+    SaveInFlight,
+    alone,
+    await_saver,
+    give_up,
+)
 from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState, Values, flatten, lengths_for
 from elaunch.training.checkpoint.together import together
@@ -264,11 +271,11 @@ def _offered(
     except (CheckpointError, CollectiveError) as error:
         if isinstance(error, SaveError) and error.lost and cache.in_flight is not None:
             cache.in_flight.settle(None, error)
-        if begun:
-            _give_up(call)
+        if begun and saver is not None:
+            give_up(saver)
         raise
-    if begun and any(one.busy for one in offers):
-        _give_up(call)
+    if begun and saver is not None and any(one.busy for one in offers):
+        give_up(saver)
     return ready, offers
 
 
@@ -295,7 +302,7 @@ def _begun(
         cache.in_flight.raise_if_lost()
     seconds = call.seconds(timeout)
     with nullcontext() if saver.is_over else call.awaiting(seconds):
-        begun = saver.begin(waits, seconds)
+        begun = saver.begin(waits, alone(seconds, timeout))
     if waits and not begun and timeout is not None:
         raise SaveError(f"the save before is still in flight after {seconds:g} s")
     return begun
@@ -416,18 +423,19 @@ def _save_in_background(
     saver = call.saver
     assert saver is not None  # asked by the caller
     waits = request.when_busy != "skip"
-    while True:  # where the storage hangs, the agents end the wait with an error
+    while True:
         ready, offers = _offered(call, cache, state, request, waits=waits, block=False)
         if not any(offer.busy for offer in offers):
             break
         if not waits:
             return SaveHandle(request.step)
+        wait(call, cache, request.timeout)  # an error where the storage hangs, or a node gave up
     if before := cache.in_flight:
         before.settle(offers[0].last)
     try:
         known = _planned(call, cache, ready, offers, request)
     except (CheckpointError, CollectiveError):
-        _give_up(call)
+        give_up(saver)
         raise
     stage = collective.new_stage(call, request.step, offers[0].uuid)
     try:
@@ -438,24 +446,12 @@ def _save_in_background(
             saver.staged(_copied(call, request, stage, filled, memory))
             step.sent = request.choose() if request.choose and call.rank == 0 else None
     except CheckpointError:
-        _give_up(call, stage)
+        give_up(saver, stage)
         raise
     except CollectiveError:
-        _give_up(call)  # if all have staged, it counts all the same
+        give_up(saver)  # if all have staged, it counts all the same
         raise
     return cache.begin(SaveInFlight(call, saver, stage, step.received[0]))
-
-
-def _give_up(call: CallContext, stage: Stage | None = None) -> None:
-    """Report to this rank's agent that nothing comes of what was begun: ``abandon``.
-
-    All ranks are about to raise another error, so a failure here is only logged.
-    """
-    assert call.saver is not None  # it has begun
-    try:
-        call.saver.abandon(stage)
-    except SaveError as problem:
-        log.warning("rank %d's shard of a save cannot be taken back: %s", call.rank, problem)
 
 
 def _memory(

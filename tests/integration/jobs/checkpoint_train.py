@@ -21,6 +21,7 @@ keep=N         of the checkpoints, the newest N stay (2; 0: all)
 wide=N         columns of the model: 100 are 0.5 MB of state (8)
 die=R.S        in round 0, rank R is killed right after its call that saved step S has returned
 term=R.S       the same, but it is its agent that is sent SIGTERM, and the rank sleeps
+busy=skip      ``aside`` skips a save while another is in flight (wait)
 calm           a save that fails is noted, and the training goes on
 hold=PATH      wait for PATH at the end, before the context is closed
 =============  =================================================================================
@@ -165,10 +166,11 @@ class Save:
 
     def __init__(self, block: bool) -> None:
         self.block = block
+        self.busy: Any = "wait"
 
     def save(self, ctx: elaunch.Context, it: Training, keep: int | None) -> None:
         """Save."""
-        ctx.checkpoint.save(it.state(), it.step, keep=keep, block=self.block)
+        ctx.checkpoint.save(it.state(), it.step, keep=keep, block=self.block, when_busy=self.busy)
 
     def load(self, ctx: elaunch.Context, it: Training) -> int | None:
         """Load into ``it`` and return the step."""
@@ -210,6 +212,8 @@ def run(ctx: elaunch.Context, directory: Path, words: list[str]) -> None:
     given = dict(word.partition("=")[::2] for word in words[3:])
     keep = int(given.get("keep", 2)) or None
     it = Training(int(given.get("wide", 8)))
+    if isinstance(mode, Save):
+        mode.busy = given.get("busy", "wait")
 
     def note(what: str, **more: Any) -> None:
         line = {"what": what, "step": it.step, "round": ctx.info.round, "world": it.world}
