@@ -105,8 +105,17 @@ def mapped_code() -> set[str]:
 
 
 def catches(pid: int | str, signum: int) -> bool:
-    """Whether a process has a handler at a signal; ``signal.getsignal`` knows Python's only."""
-    return bool(int(status(pid).get("SigCgt", "0"), 16) >> (signum - 1) & 1)
+    """Return whether a process handles ``signum``; ``signal.getsignal`` knows Python's only."""
+    return _in_mask(pid, "SigCgt", signum)
+
+
+def ignores(pid: int | str, signum: int) -> bool:
+    """Return whether a process ignores ``signum``."""
+    return _in_mask(pid, "SigIgn", signum)
+
+
+def _in_mask(pid: int | str, name: str, signum: int) -> bool:
+    return bool(int(status(pid).get(name, "0"), 16) >> (signum - 1) & 1)
 
 
 def children(pid: int) -> list[int]:

@@ -69,10 +69,12 @@ class _RoundRequired(TypedDict):
 class RoundRecord(_RoundRequired, total=False):
     """One round of the run; ``recovery_s`` is from the failure before it to its running again.
 
-    ``lasted_s`` is how long it has lasted so far, whatever is done to the clock meanwhile.
+    ``lasted_s`` is how long it has lasted so far, whatever is done to the clock meanwhile;
+    ``planned``: the round before was asked to end, or its nodes changed, and nothing had failed.
     """
 
     lasted_s: float
+    planned: bool
 
 
 class NodeRecord(TypedDict):

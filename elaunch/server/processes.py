@@ -261,7 +261,10 @@ class Sweep:
         self._give_up_at = self._kill_at + message["deadline"]
         if message["signum"]:
             for process in self._living():
-                send_signal(process, message["signum"])
+                # One that ignores it ends by itself: multiprocessing's resource tracker does.
+                ignores = proc.ignores(process.pid, message["signum"])
+                if send_signal(process, message["signum"]) and not ignores:
+                    self._killed[process.pid] = process.name
 
     def _living(self) -> list[Process]:
         return proc.descendants(self._root, exclude=self._spared())

@@ -88,6 +88,7 @@ def test_a_round_is_restarted(elaunch: Launcher) -> None:
     shown: Any = record(elaunch)
     assert shown["state"] == "RUNNING" and shown["restarts"]["used"] == 0
     assert shown["history"][-1]["reason"] == f"new data, from step {found[1]}"
+    assert shown["history"][-1]["planned"]
     preempt(elaunch)
     assert running.wait().returncode == 75
     again = elaunch.run(["restart", "job"])

@@ -88,6 +88,16 @@ def test_ctrl_c_after_a_pause_ends_at_once(elaunch: Launcher, tmp_path: Path) ->
     assert running.wait().returncode == 130
 
 
+def test_what_a_worker_leaves_is_named(elaunch: Launcher, tmp_path: Path) -> None:
+    """Although the job is done: an uploader may have lost what it had to do."""
+    (script := tmp_path / "leaves.py").write_text(
+        "import subprocess; subprocess.Popen(['sleep', '600'])"
+    )
+    done = elaunch.run(["run", "--nproc-per-node=1", *SPAWN, script])
+    assert done.returncode == 0
+    assert re.search(r"round 0: ended what the workers had left: sleep \(\d+\)", done.stderr)
+
+
 def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:
     """They die of it; that is not a failure."""
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--max-restarts=3"]))

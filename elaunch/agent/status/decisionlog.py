@@ -46,7 +46,7 @@ class DecisionLog:
         if culprit := _culprit(turn.before):
             self.release(culprit)
         if isinstance(event, events.TreeGone) and event.round >= 0:
-            self._tell_leftovers(event)
+            self._tell_leftovers(event, turn.before)
         elif isinstance(event, events.CheckpointChosen):
             self._tell_passed_over(event)
         elif isinstance(event, events.ServerWarmed):
@@ -127,10 +127,11 @@ class DecisionLog:
         else:
             log.info("the server has imported the later modules in %.2f s", event.seconds)
 
-    def _tell_leftovers(self, event: events.TreeGone) -> None:
+    def _tell_leftovers(self, event: events.TreeGone, state: State) -> None:
         if event.killed:
             names = ", ".join(f"{name} ({pid})" for pid, name in event.killed)
-            log.info("round %d: killed what the workers had left: %s", event.round, names)
+            level = logging.WARNING if state.completed else logging.INFO
+            log.log(level, "round %d: ended what the workers had left: %s", event.round, names)
         for pid, name, user in event.survivors:
             why = "does not die: it hangs in the kernel"
             if user is not None:

@@ -56,6 +56,8 @@ from elaunch.runs.record import (
 log = logging.getLogger("elaunch")
 
 PASSING: Final = (Phase.SWEEPING, Phase.FLUSHING)
+PLANNED: Final = ("asked", "joined", "left")
+"""Causes of a round's end that are no failure."""
 """Phases whose record is not waited for."""
 MOST_NODES: Final = 64
 """Nodes in a record, but in that of node 0, which has all: N records of N nodes would be large.
@@ -84,6 +86,7 @@ class StatusRecord:
         self._settings = settings
         self._writer = RecordWriter(run_dir.write_state_text, warn, self._newest)
         self._failed_at: float | None = None
+        self._cause = ""
         self._begun = time.monotonic()
         self._round_begun: float | None = None
         self._news = False
@@ -169,6 +172,8 @@ class StatusRecord:
             record["ended_at"] = time.time()
         record["state"] = _state_name(state, action)
         record["reason"] = reason or record["reason"]
+        if isinstance(event, events.PlanSeen):
+            self._cause = event.plan.cause or self._cause
         if isinstance(event, events.PlanSeen) and state.limits.meets:
             self._note_plan(event.plan, event.name)
             if not reason and state.phase is Phase.MEETING and event.plan.phase == "forming":
@@ -260,6 +265,9 @@ class StatusRecord:
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
         resumed = None if checkpoint is None else checkpoint.step
         add_round(record, new_round(begun.round, reason, resumed))
+        if self._cause in PLANNED:
+            record["history"][-1]["planned"] = True
+        self._cause = ""
         self._round_begun = time.monotonic()
 
     def _note_start(self, event: events.WorkerStarted) -> None:

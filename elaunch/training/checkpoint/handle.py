@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 from elaunch import text
 from elaunch.errors import ContextError, RunDirError, SaveError
 from elaunch.runs.directory import RunDir
+from elaunch.runs.record import RoundRecord
 from elaunch.runs.verdict import expected_failure, seconds_between
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.together import together
@@ -381,13 +382,14 @@ class Schedule:
         if self._failed is None:
             self._failed = (0, time.monotonic())
             try:
-                rounds = [] if self._directory is None else _rounds(self._directory)
+                rounds = [] if self._directory is None else _history(self._directory)
             except RunDirError as error:
                 log.debug("how often the job has failed is not known: %s", error)
                 rounds = []
             if rounds:
-                ago = max(0.0, time.time() - rounds[0])
-                self._failed = (len(rounds) - 1, time.monotonic() - ago)
+                ago = max(0.0, time.time() - rounds[0]["started_at"])
+                failures = sum(not one.get("planned") for one in rounds[1:])
+                self._failed = (failures, time.monotonic() - ago)
         failures, first = self._failed
         return failures, time.monotonic() - first
 
@@ -404,6 +406,6 @@ def _check(every: Every, keep: Keep | None) -> None:
         raise ContextError(f"every={every!r}: give a number of steps, 1 or more, or 'auto'")
 
 
-def _rounds(directory: Path) -> list[float]:
-    """Return when the rounds that the run's record has began, in seconds since the epoch."""
-    return [one["started_at"] for one in RunDir(directory).read_state()["history"]]
+def _history(directory: Path) -> list[RoundRecord]:
+    """Return the rounds that the run's record has."""
+    return RunDir(directory).read_state()["history"]

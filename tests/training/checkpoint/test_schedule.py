@@ -141,6 +141,8 @@ def test_failures_of_the_record_count(
     assert follow(Schedule(tmp_path), now, [0.001] * 3) == 3
     history[1:] = []
     assert follow(Schedule(tmp_path), now, [0.001] * 3) == 16
+    history.extend({"started_at": begun, "planned": True} for _ in range(59))
+    assert follow(Schedule(tmp_path), now, [0.001] * 3) == 16
 
 
 def test_a_record_that_is_not_there(now: list[float], tmp_path: Path) -> None:
