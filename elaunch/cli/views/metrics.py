@@ -97,8 +97,11 @@ def _few(ranks: Sequence[int]) -> str:
 def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
     for row in rows:
         line = row.line.decode()
-        if everything:
-            line = json.dumps({**row.values, "superseded": row.superseded}) + "\n"
+        if everything or "NaN" in line or "Infinity" in line:  # JSON has no word for those
+            values = json.loads(line, parse_constant=lambda _: None)
+            if everything:
+                values["superseded"] = row.superseded
+            line = json.dumps(values) + "\n"
         click.echo(line, nl=False)
 
 

@@ -267,14 +267,9 @@ def _fit(flat: FlatState, own: Stored, taken: frozenset[str], strict: bool) -> _
 def _target(leaf: flatten.Leaf) -> torch.Tensor:
     """Return the tensor to load into: a new one where elements share memory, as if expanded."""
     tensor: torch.Tensor = leaf.value
-    if tensors.is_sharded(tensor) or not _overlaps(tensor):
+    if tensors.is_sharded(tensor) or not tensors.overlaps(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(stride == 0 and size > 1 for size, stride in sizes)
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:

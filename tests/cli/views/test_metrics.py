@@ -113,11 +113,11 @@ def test_group_and_rank_choose(environ: dict[str, str], flags: list[str], count:
 
 def test_json_is_exactly_what_was_reported(environ: dict[str, str]) -> None:
     made = make(environ)
-    report(made, "x", [1], a=math.nan, b=math.inf, c=0.1 + 0.2, d=[1, None], e="ü\n", f=True)
+    report(made, "x", [1], a=None, b=1e300, c=0.1 + 0.2, d=[1, None], e="ü\n", f=True)
     line = run(environ, "train-1", "--json").stdout
     assert line == (made.path / ROWS).read_text()
     row = json.loads(line)
-    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == 0.1 + 0.2
+    assert row["a"] is None and row["b"] == 1e300 and row["c"] == 0.1 + 0.2
     assert (row["d"], row["e"], row["f"]) == ([1, None], "ü\n", True)
 
 
@@ -218,3 +218,17 @@ def test_odd_names_cannot_draw_on_the_terminal(environ: dict[str, str]) -> None:
     report(made, "x", [1], **{"\x1b[31mred": "\x1b[2J\n"})
     assert "\x1b" not in run(environ, "train-1").stdout
     assert len(run(environ, "train-1").stdout.splitlines()) == 2
+
+
+def test_json_has_no_words_of_python(environ: dict[str, str], made: RunDir) -> None:
+    """NaN and infinity are null in JSON; they stand in the table and in the CSV."""
+    report(made, "odd", [1], loss=math.nan, parts=[math.inf, 1.0], word="NaN")
+
+    def no_word(name: str) -> None:
+        raise AssertionError(name)
+
+    for args in (["--json"], ["--json", "--all"]):
+        lines = run(environ, *args, "--group", "odd").stdout.splitlines()
+        (row,) = [json.loads(line, parse_constant=no_word) for line in lines]
+        assert (row["loss"], row["parts"], row["word"]) == (None, [None, 1.0], "NaN")
+    assert "nan" in run(environ, "--csv", "--group", "odd").stdout

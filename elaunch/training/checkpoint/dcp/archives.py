@@ -85,7 +85,7 @@ class _Sparse(io.RawIOBase):
         return len(content)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1 << 17)  # a save asks for all of its shapes, one after the other: no fewer
 def template(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
     """Return the archive of a contiguous tensor on the CPU; raise CheckpointError for odd dtypes.
 

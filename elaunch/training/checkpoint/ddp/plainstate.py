@@ -238,7 +238,7 @@ class _PlainWalk:
         if isinstance(value, nn.Module):
             _refuse_sharded(value, path)
             self._note(path, "a module")
-            return self._written(lambda: modules.state_of(value), path)
+            return self._written(lambda: _state_of(value, path), path)
         if isinstance(value, torch.optim.Optimizer):
             self._note(path, "an optimizer")
             return self._written(value.state_dict, path)
@@ -287,6 +287,14 @@ class _PlainWalk:
     def _note(self, path: KeyPath, kind: str) -> None:
         if self._shared:
             self.made.kinds[key_of(path)] = kind
+
+
+def _state_of(module: nn.Module, path: KeyPath) -> dict[str, Any]:
+    state = modules.state_of(module)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensors.refuse_in_module(key_of((*path, name)), value)
+    return state
 
 
 def _refuse_sharded(value: Any, path: KeyPath) -> None:

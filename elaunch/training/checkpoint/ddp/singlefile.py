@@ -64,7 +64,7 @@ from elaunch.training.checkpoint.collective import header_of, save_together
 from elaunch.training.checkpoint.dcp.sources import Source, SourceFile
 from elaunch.training.checkpoint.ddp import plainstate
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
-from elaunch.training.checkpoint.state.perrank import PerRank
+from elaunch.training.checkpoint.state.perrank import PerRank, note_dropped
 from elaunch.training.checkpoint.together import guarded, os_error_behind, together
 from elaunch.training.distributed import for_purpose
 
@@ -140,7 +140,7 @@ class _Filling:
             self.steps.append(partial(value.load_state_dict, new))
         elif isinstance(value, torch.Tensor):
             self._tensor(value, new, name)
-            self.steps.append(partial(value.detach().copy_, new))
+            self.steps.append(partial(_copy, at, value.detach(), new))
         elif isinstance(value, tuple) and kinds.holds_objects(value):
             self.wrong.append(f"{name} is a tuple with objects in it: make it a list")
         elif _is_replaced(value, new):
@@ -169,9 +169,12 @@ class _Filling:
         if marked.on_resize is not None and len(every) != self._ranks:
             resize = marked.on_resize
             self.steps.append(lambda: _put(marked, resize(list(every))))
-        elif self._rank >= len(every) and marked.on_more_ranks == "keep":
             return
-        elif kinds.is_changed_in_place(marked.value):
+        if self._rank == 0:
+            self.steps.append(partial(note_dropped, name, range(len(every)), self._ranks))
+        if self._rank >= len(every) and marked.on_more_ranks == "keep":
+            return
+        if kinds.is_changed_in_place(marked.value):
             self._value(({}, ""), marked.value, new, name)
         else:
             self.steps.append(partial(_put, marked, new))
@@ -238,6 +241,15 @@ class _Filling:
         self.wrong.append(
             f"{name} is a {type(value).__name__}, and a {type(saved).__name__} in the checkpoint"
         )
+
+
+def _copy(at: tuple[Any, Any], tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy into a tensor; put a new one in its place where elements share memory."""
+    if tensors.overlaps(tensor):
+        holder, key = at
+        holder[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        tensor = holder[key]
+    tensor.copy_(new)
 
 
 def _put(marked: PerRank, new: Any) -> None:

@@ -23,7 +23,8 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -32,13 +33,18 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from elaunch.errors import CheckpointError
+from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import Stored, key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
-from elaunch.training.checkpoint.state.perrank import PerRank, rank_name
+from elaunch.training.checkpoint.state.perrank import PerRank, note_dropped, rank_name
 from elaunch.training.checkpoint.together import guarded
 
 _PLAIN: Final = (int, float, str, bool, type(None))
+_NAME: Final = re.compile(rb"c[\w.]+\n[\w.]+\n")
+"""What names a class or function in a pickle."""
+_LARGE: Final = 1 << 20
+"""Bytes of an archive that is not searched for names at each save."""
 
 
 class Values:
@@ -46,6 +52,7 @@ class Values:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, bytes]] = {}
+        self._read: dict[str, frozenset[bytes] | str] = {}
 
     def pack(self, flat: FlatState) -> dict[str, bytes]:
         """Return the archive of each value; raise CheckpointError that names one it cannot pack."""
@@ -57,14 +64,31 @@ class Values:
         known = self._known.get(key)
         if text is not None and known is not None and known[0] == text:
             return known[1]
+        kind = type(value).__name__
         packed, problem = guarded(lambda: archives.pack(value), "torch.save")
         if packed is None:
-            raise CheckpointError(
-                f"{key}, a {type(value).__name__}, cannot be pickled: {problem}"
-            ) from problem
+            raise CheckpointError(f"{key}, a {kind}, cannot be pickled: {problem}") from problem
+        if text is None:
+            self._check(key, kind, packed, value)
         if text is not None:
             self._known[key] = (text, packed)
         return packed
+
+    def _check(self, key: str, kind: str, packed: bytes, value: Any) -> None:
+        """Raise CheckpointError for what a load would refuse, unless it names what was known."""
+        large = len(packed) > _LARGE
+        names = kind if large else frozenset(_NAME.findall(packed))
+        if self._read.get(key) == names:
+            return
+        also = unpickling.named_by([value])
+        problem = guarded(lambda: archives.unpack(packed, also), "torch.load")[1]
+        if problem is not None:
+            raise CheckpointError(
+                f"{key}, a {kind}, could not be loaded again: {problem}. Make it a plain value, as "
+                "float(x), list(x), str(x) or numpy.asarray(x) are; or name its class to "
+                "torch.serialization.add_safe_globals, here and where it is loaded"
+            ) from problem
+        self._read[key] = names
 
 
 def _text_of(value: Any) -> str | None:
@@ -276,6 +300,10 @@ class _Walk:
                     "so put no elaunch.PerRank around it"
                 )
             leaf = leaf._replace(share=OWN)
+        held_fast = isinstance(leaf.holder, Mapping) and not isinstance(leaf.holder, MutableMapping)
+        if held_fast and not leaf.is_tensor:
+            kind = type(leaf.holder).__name__
+            raise CheckpointError(f"{leaf.key} cannot be replaced in a {kind}: give a dict")
         other = self.flat.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise CheckpointError(
@@ -289,6 +317,8 @@ class _Walk:
         for name, value in state.items():
             share = BUFFER if modules.is_buffer(value, own) else PARAMETER
             self._visit(state, name, value, (*path, name), share)
+            if isinstance(value, torch.Tensor) and not self._loading:
+                tensors.refuse_in_module(key_of((*path, name)), value)
         self._then(lambda: modules.set_state(module, state))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: KeyPath) -> None:
@@ -338,7 +368,10 @@ class _Walk:
             return
         if marked.on_resize is not None and len(saved) != self._stored.world_size_now:
             self._resized(marked, path, saved)
-        elif self._rank < len(saved) or marked.on_more_ranks == "wrap":
+            return
+        if self._rank == 0:
+            note_dropped(key_of(path), saved, self._stored.world_size_now)
+        if self._rank < len(saved) or marked.on_more_ranks == "wrap":
             self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
 
     def _own(self, marked: PerRank, path: KeyPath) -> None:

@@ -15,6 +15,10 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.state import tensors
 from elaunch.training.checkpoint.state.perrank import PerRank
 
+_DEEPEST: Final = 100
+"""Levels of dicts and lists in a state."""
+_SHOWN: Final = 4
+"""Parts of a path that an error about it shows."""
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), dict, list, tuple})
 """Classes that most values are of, and that have no ``state_dict``."""
@@ -31,8 +35,13 @@ def members(value: object) -> Iterator[tuple[Any, Any]]:
 def parts(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield a value and all that stands in its dicts, lists and tuples, each with its path.
 
-    The value in a PerRank has the path of that.
+    The value in a PerRank has the path of that. Raises CheckpointError for what is too deep.
     """
+    if len(path) > _DEEPEST:
+        raise CheckpointError(
+            f"{'.'.join(map(str, path[:_SHOWN]))}… has more than {_DEEPEST} levels: a dict or list "
+            "that contains itself cannot be saved"
+        )
     yield path, value
     if isinstance(value, PerRank):
         yield from parts(value.value, path)
@@ -60,7 +69,11 @@ def refuse_hidden_shards(value: object, name: str) -> None:
 
     One rank's shards would be given to all ranks.
     """
-    if _holds_shards(value):
+    try:
+        found = _holds_shards(value)
+    except RecursionError:
+        raise CheckpointError(f"{name}, a {type(value).__name__}, contains itself") from None
+    if found:
         raise CheckpointError(
             f"{name} is a {type(value).__name__} with sharded tensors in it, and would be saved as "
             "one value: put them into a dict or a list"

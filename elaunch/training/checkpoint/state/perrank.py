@@ -9,16 +9,20 @@ what it has; or gets what ``on_resize`` makes of all of them.
 from __future__ import annotations
 
 import array
+import logging
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
+from elaunch import text
 from elaunch.errors import ContextError
 from elaunch.training.checkpoint.state import tensors
+
+log = logging.getLogger("elaunch")
 
 _RANK = re.compile(r"rank-([0-9]{5,})")
 
@@ -32,6 +36,17 @@ def parse_rank_name(name: str) -> int | None:
     """Return the rank in what :func:`rank_name` made, None for any other name."""
     match = _RANK.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def note_dropped(name: str, saved: Sequence[int], ranks: int) -> None:
+    """Log which ranks' own values a load on fewer ranks leaves out; rank 0 calls it."""
+    if left := saved[ranks:]:
+        log.warning(
+            "%s: what %s had of their own is not loaded on %s; PerRank(…, on_resize=…) can use it",
+            name,
+            text.ranks(left),
+            text.count(ranks, "rank"),
+        )
 
 
 class PerRank:

@@ -8,7 +8,8 @@ non-contiguous, expanded, conjugated     the same: what one sees, not how it lie
 DTensor, ShardedTensor                   this rank's shards
 sparse, nested, quantised, on ``meta``,  refused, with what to save in its place
 of a lazy module, made of other tensors
-(torchao); a DTensor with Partial
+(torchao), with elements of less than a
+byte; a DTensor with Partial
 =======================================  =========================================================
 
 Nothing here initialises CUDA: a tensor on a device is copied by that device's own means.
@@ -20,6 +21,7 @@ import ctypes
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from elaunch.errors import CheckpointError
+from elaunch.training.checkpoint.dcp import archives
 
 log = logging.getLogger("elaunch")
 
@@ -131,7 +134,53 @@ def _odd_kind(tensor: torch.Tensor) -> Obstacle | None:
             "save those by themselves",
             in_file=True,
         )
+    if not _has_memory(tensor):
+        return Obstacle(
+            f"it is a {type(tensor).__name__}, which has no memory of its own",
+            "save the tensors that it is made of by themselves",
+            in_file=True,
+        )
+    if not _is_writable(tensor.dtype):
+        return Obstacle(
+            f"torch cannot write {tensor.dtype}", "save value.view(torch.uint8) in its place"
+        )
     return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) is torch.Tensor or not tensor.numel():
+        return True
+    try:
+        return int(tensor.data_ptr()) != 0
+    except (RuntimeError, NotImplementedError, TypeError):  # a class that has taken it away
+        return False
+
+
+@lru_cache
+def _is_writable(dtype: torch.dtype) -> bool:
+    """Tell whether torch.save takes the type, and torch's planner knows how wide it is."""
+    try:
+        archives.template(dtype, ())
+        if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+            torch.iinfo(dtype)
+    except (CheckpointError, TypeError):
+        return False
+    return True
+
+
+def refuse_in_module(key: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError for a module's tensor that no ``load_state_dict`` copies into."""
+    if not is_sharded(tensor) and obstacle(tensor) is None and overlaps(tensor):
+        raise CheckpointError(
+            f"{key} cannot be saved: it is expanded, so its elements share memory, and no module "
+            "can load it; register value.clone(), or the buffer with persistent=False"
+        )
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements share memory, as in an expanded one: it cannot be copied into."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in sizes)
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
