@@ -42,7 +42,7 @@ from elaunch.training.checkpoint.together import guarded
 
 _PLAIN: Final = (int, float, str, bool, type(None))
 _NAME: Final = re.compile(rb"c[\w.]+\n[\w.]+\n")
-"""What names a class or function in a pickle."""
+"""A name of a class or function in a pickle."""
 _LARGE: Final = 1 << 20
 """Bytes of an archive that is not searched for names at each save."""
 
