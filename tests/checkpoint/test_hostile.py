@@ -45,7 +45,7 @@ def test_a_search_passes_over_all_of_it(root: Path) -> None:
         path.name for path in root.iterdir()
     }
     assert max(map(len, done.stdout.splitlines())) < 400
-    assert "step_98 .metadata is larger than 1073741824 bytes" in done.stdout
+    assert "step_98 .metadata is larger than 268435456 bytes" in done.stdout
 
 
 @pytest.mark.trial

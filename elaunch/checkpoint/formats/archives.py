@@ -25,7 +25,11 @@ from elaunch.checkpoint.storage.files import open_regular, parse_json, regular_s
 from elaunch.errors import CheckpointError
 
 PICKLE = "data.pkl"
-DIRECTORY_LIMIT = 2**28  # bytes; an archive has about 100 of them for each tensor
+DIRECTORY_LIMIT = 2**26  # bytes; an archive has about 100 of them for each tensor
+NUMBER_LIMIT = 2**24
+"""Bytes of a pickle in which a number is looked for: the interpreter reads it in one go."""
+INFLATED_LIMIT = 2**24
+"""Bytes of a member that is compressed: torch compresses nothing but the code of TorchScript."""
 
 _CHUNK = 2**20
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -59,6 +63,11 @@ def number_inside(path: Path, *keys: str) -> int | None:
         member = _check(file, archive, path.name)
         if member is None:
             return None
+        if member.file_size > NUMBER_LIMIT:
+            raise CheckpointError(
+                f"{path.name}: {member.filename} is larger than {NUMBER_LIMIT} bytes: no number is"
+                " looked for in it; put step=N into the name"
+            )
         content = b"".join(_pieces(archive, member, path.name))
     found = load_inert(content, f"{path.name}:{PICKLE}")
     for key in keys:
@@ -142,6 +151,10 @@ def _check(file: BinaryIO, archive: zipfile.ZipFile, name: str) -> zipfile.ZipIn
 def _check_member(
     file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str
 ) -> None:
+    if member.compress_type != zipfile.ZIP_STORED and member.file_size > INFLATED_LIMIT:
+        raise CheckpointError(
+            f"{name}: {member.filename} is compressed, and larger than {INFLATED_LIMIT} bytes"
+        )
     start = member.header_offset
     header = b""
     if start >= 0:

@@ -123,7 +123,7 @@ def _decimal(line: bytes) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 20 else 10**20
 
 
-PICKLE_LIMIT = 2**30
+PICKLE_LIMIT = 2**28
 """Bytes of a pickle that is read: it holds a checkpoint's structure, not the tensors."""
 
 # What the interpreter's unpickler raises for malformed input, by measurement and its source.

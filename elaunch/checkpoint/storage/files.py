@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from elaunch import files
 from elaunch.errors import CheckpointError
 
-JSON_LIMIT = 256 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
+JSON_LIMIT = 64 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 

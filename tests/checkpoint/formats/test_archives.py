@@ -188,3 +188,28 @@ def test_noise_is_never_whole(tmp_path_factory: pytest.TempPathFactory, noise: b
     file.write_bytes(b"\x10" + noise)
     with pytest.raises(CheckpointError):
         check_safetensors(file)
+
+
+@pytest.mark.parametrize("name", ["archive/data.pkl", "archive/code/__torch__.py"])
+def test_a_member_that_inflates_is_not_read(tmp_path: Path, name: str) -> None:
+    """A gigabyte in a thousandth of that: refused by what its header says, before any of it."""
+    path = tmp_path / "last.ckpt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/version", "3")
+        with archive.open(name, "w", force_zip64=True) as member:
+            for _ in range(1024):
+                member.write(b"N0" * 2**16)
+    assert path.stat().st_size < 2**20
+    for look in (check_zip, number_inside):
+        with pytest.raises(CheckpointError, match=r"is compressed, and larger than 16777216 bytes"):
+            look(path)
+
+
+def test_a_number_in_a_large_pickle_is_not_looked_for(tmp_path: Path) -> None:
+    """The file itself is whole all the same."""
+    path = tmp_path / "last.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"N0" * 2**23 + b"N.")
+    check_zip(path)
+    with pytest.raises(CheckpointError, match="put step=N into the name"):
+        number_inside(path, "global_step")
