@@ -10,7 +10,9 @@
       REMOVED                         is to go; COMMIT is deleted then, the rest follows
 
 The uuid is part of the name, so no save ever overwrites what another one has put. Two processes may
-commit one stage at once: both put the same COMMIT, and each a ``metadata.json`` that fits it. There
+commit one stage at once: both put the same COMMIT, and each a ``metadata.json`` that fits it. Of
+two saves of one step and round at most one is committed: who has put COMMIT looks for another, and
+takes it back if there is one. There
 is no lock: ``run.json`` keeps other runs away. Scripts write into a local temporary directory, and
 what they read is copied into one and verified.
 """
@@ -325,8 +327,12 @@ class ObjectStorage:
         self._objects.put(f"{stage.name}/{layout.METADATA}", documents.metadata)
         commit = {k: v for k, v in json.loads(documents.commit).items() if k != "metadata"}
         self._objects.put(f"{stage.name}/{layout.COMMIT}", dump(commit))
+        try:
+            found = self._refuse_other(stage)
+        except SaveError:
+            self._objects.delete(f"{stage.name}/{layout.COMMIT}")
+            raise
         names = self._objects.names(stage.name)
-        found = self._describe(stage.name, names)
         there = {layout.parse_manifest_name(name) for name in names}
         if found is None or not there.issuperset(documents.manifests):
             self._objects.delete(f"{stage.name}/{layout.COMMIT}")
@@ -358,12 +364,12 @@ class ObjectStorage:
 
     def _refuse_other(self, stage: Stage) -> Committed | None:
         """Return the stage if it is committed; SaveError if another save of its name is."""
+        ours = None
         for name in self._objects.names():
             if not name.startswith(f"{stage.final}."):
                 continue
             found = self._describe(name, self._objects.names(name))
-            if found is not None and name == stage.name:
-                return found
-            if found is not None:
+            if found is not None and name != stage.name:
                 raise in_the_way(self.place, stage.final)
-        return None
+            ours = ours or found
+        return ours

@@ -391,3 +391,21 @@ def test_local_copies_do_not_stay(storage: ObjectStorage) -> None:
 @s3_in_trials
 def test_finish_leaves_what_agents_have_in_memory(storage: ObjectStorage) -> None:
     storages.finish_what_is_held(storage)
+
+
+@s3_in_trials
+def test_two_jobs_commit_one_name(storage: ObjectStorage) -> None:
+    """The second of them comes between the first one's look and its COMMIT: one has the name."""
+    first, second = storages.stage(), storages.stage()
+    for stage in (first, second):
+        storages.write(storage, stage)
+    other = ObjectStorage(storage.place)
+    with pytest.raises(SaveError, match=r"step-00000120\.r3"):
+        storage.commit(first, lambda: void(other.commit(second, lambda: None)))
+    assert [found.uuid for found in storage.listed()] == [second.uuid]
+    assert storage.find("step-00000120.r3").uuid == second.uuid
+    assert storage.commit(second, lambda: None).uuid == second.uuid
+
+
+def void(_: object) -> None:
+    """Take a result, and return none."""
