@@ -225,7 +225,7 @@ class DirectoryFinisher:
         finally:
             self._removing.release()
 
-    def doubted(self, root: Path) -> set[str] | None:
+    def doubted(self, root: Path | str) -> set[str] | None:
         """Return the names of the checkpoints that nobody has read for this job yet; None: of all.
 
         They were there when this agent first looked for one: what has happened since their
@@ -233,7 +233,7 @@ class DirectoryFinisher:
         """
         if self._doubted is None:
             try:
-                self._doubted = set(os.listdir(root))
+                self._doubted = set(_names(root))
             except FileNotFoundError:
                 self._doubted = set()
             except OSError:
@@ -271,6 +271,14 @@ class DirectoryFinisher:
             log.warning("%s is damaged (%s): put into quarantine", path.name, reasons[path])
         if len(moved) > MOST_LOGGED:
             log.warning("%d more are damaged: put into quarantine", len(moved) - MOST_LOGGED)
+
+
+def _names(root: Path | str) -> list[str]:
+    if isinstance(root, Path):
+        return os.listdir(root)
+    from elaunch.checkpoint.storage.objects import Objects
+
+    return Objects(root).names()
 
 
 def _is_own(root: Path, path: Path, run_id: str | None) -> bool:

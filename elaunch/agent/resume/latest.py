@@ -133,14 +133,18 @@ def _search(
     from elaunch.checkpoint.storage.storage import open_storage
 
     storage, passed = open_storage(root), []
+    doubted = finisher.doubted(root)
     for found in storage.newest_first():
+        name = Path(found.place).name
         try:
-            storage.verify(found, run_id)
+            storage.verify(found, run_id, content=doubted is None or name in doubted)
         except (CheckpointError, OSError) as error:
             passed.append(PassedOver(Path(found.name), str(error)))
             if isinstance(error, CheckpointError) and run_id in (None, found.run_id):
                 storage.quarantine(found, str(error))
         else:
+            if doubted is not None:
+                doubted.discard(name)
             newest = Checkpoint(found.place, found.step, FORMAT, found.round)
             return SearchOutcome(newest, tuple(passed))
     return SearchOutcome(None, tuple(passed))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from msgspec import structs
 
 from elaunch.agent.resume import directory, latest
@@ -119,6 +120,32 @@ def test_what_is_committed_at_a_url_is_kept_by_rule(settings: Settings) -> None:
     assert chosen(at_url, finisher) == "step-00000030.r0.u30"
     finisher.close()
     assert held_names(storage) == ["step-00000010.r0", "step-00000030.r0"]
+
+
+def test_the_newest_at_a_url_is_read_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first round; what the job writes itself is not read by later searches at all."""
+    storage = open_storage(f"memory://{os.getpid()}-once/ck")
+    storage.prepare("digits", given=True)
+    storage.commit(staged(storage, 10), lambda: None)
+    at_url = structs.replace(settings, checkpoint_dir=storage.place)
+    finisher = DirectoryFinisher(at_url)
+    opened, open_file = list[str](), MemoryFileSystem.open
+
+    def counting(system: MemoryFileSystem, path: str, mode: str = "rb", **more: Any) -> Any:
+        if mode == "rb" and "/part-" in path:
+            opened.append(path.rpartition("/")[2])
+        return open_file(system, path, mode, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", counting)
+    for _ in range(3):
+        assert chosen(at_url, finisher) == "step-00000010.r0.u10"
+    assert sorted(opened) == ["part-0", "part-1"]
+    storage.commit(staged(storage, 20), lambda: None)
+    assert chosen(at_url, finisher) == "step-00000020.r0.u20"
+    assert len(opened) == 2
+    finisher.close()
 
 
 def test_what_the_round_resumes_from_stays(settings: Settings, storage: Storage) -> None:
