@@ -82,9 +82,12 @@ class Retiring:
     def make_room(self, keep: Keep | None, needed: int, protected: Collection[str]) -> list[str]:
         """Remove what may go once another one is committed, until there is room for it.
 
+        Call it when a write has found the disk full: one goes at least, whatever room is free, for
+        the bytes of a checkpoint are not all that it needs: blocks, inodes, its documents.
+
         Args:
             keep: as for :meth:`apply`; the coming checkpoint counts as one of the newest.
-            needed: bytes of the coming checkpoint.
+            needed: bytes of the coming checkpoint, about.
             protected: names that stay, as for :meth:`apply`.
 
         Returns the names of what was removed; the oldest go first. On a URL, whose room is not
@@ -102,10 +105,10 @@ class Retiring:
             return self._removed(rule, protected, needed)
 
     def _removed(self, rule: Keep, protected: Collection[str], needed: float) -> list[str]:
-        """Remove what may go until there is room for so many bytes; return the names."""
+        """Remove what may go, one at least, until so many bytes are free; return the names."""
         removed = list[str]()
         for found, reason in self._going(rule, protected):
-            if _has_room(self._storage.place, needed):
+            if removed and _has_room(self._storage.place, needed):
                 break
             with claimed(found.place) as free:
                 if free and _remove(self._storage, found):
@@ -168,6 +171,14 @@ def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
             graded.append((sign * value, found.age, found))
     graded = [grade for grade in graded if grade[0] != -math.inf]
     return max(graded, key=lambda grade: grade[:2])[2] if graded else None
+
+
+def lacks_inodes(place: Path | str) -> bool:
+    """Return whether the file system at a place takes no more files, however much room is left."""
+    if isinstance(place, str):
+        return False
+    room = os.statvfs(place)
+    return room.f_files > 0 and room.f_favail == 0
 
 
 def free_bytes(place: Path | str) -> float:

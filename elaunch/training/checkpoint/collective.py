@@ -351,4 +351,6 @@ def _naming_room(call: CallContext, request: SaveRequest) -> Iterator[None]:
         needs = f"needs about {text.size(request.size)}, " if request.size else ""
         has = text.size(retention.free_bytes(place))
         reason = f"no space left on {place}: {needs}has {has}"
+        if retention.lacks_inodes(place):
+            reason = f"no inodes left on {place}, so it takes no more files; {has} are free"
         raise OSError(problem.errno, reason, problem.filename) from problem

@@ -95,15 +95,37 @@ say(json.dumps([tried(lambda: store(20)), [each.step for each in ck.list()]]))
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 4 MiB."""
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 4 MiB, or with other options."""
     path = tmp_path / "disk"
     path.mkdir()
-    argv = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    options = getattr(request, "param", "size=4m")
+    argv = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
     refused = subprocess.run(argv, capture_output=True).returncode != 0
     programs.allowed("no right to mount" if refused else None)
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["size=64m,nr_inodes=40"], indirect=True)
+def test_a_disk_without_inodes(start: Start, small_disk: Path) -> None:
+    """What may go makes room for files, however many bytes are free."""
+    script = """
+import torch
+tiny = {"x": torch.zeros(4)}
+for step in range(10, 100, 10):
+    ck.save_ddp(tiny, step, keep=Keep(last=3))
+kept = [each.step for each in ck.list()]
+def grow():
+    for step in range(100, 200, 10):
+        ck.save_ddp(tiny, step, keep=Keep(last=99))
+say(json.dumps([kept, tried(grow)]))
+"""
+    env = {"ELAUNCH_CHECKPOINT_DIR": str(small_disk / "ckpt")}
+    (kept, full), other = start(script, 2, env=env).said()
+    assert kept == [70, 80, 90] and other == [kept, full]
+    assert "no inodes left on" in full or "[Errno 28]" in full
 
 
 @pytest.mark.slow
