@@ -97,11 +97,10 @@ class PeerConnection:
 
     def __init__(self, sock: socket.socket, who: str, patience: float) -> None:
         self.who = who
-        self.patience = patience
         self._sock = sock
+        self.patience = patience
         self._progress = 0
         self._busy_at = 0.0
-        sock.settimeout(patience)
         keep_alive(sock, idle=2, every=1, probes=ALIVE_S - 2)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S)
         self._reader = io.BufferedReader(socket.SocketIO(sock, "r"), 65536)
@@ -113,6 +112,19 @@ class PeerConnection:
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the other side may be silent: the socket's own timeout."""
+        seconds = self._sock.gettimeout()
+        assert seconds is not None  # set when it was made
+        return seconds
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        """Set them, for the next call on."""
+        with contextlib.suppress(OSError):  # it has been closed: the next call says so
+            self._sock.settimeout(seconds)
 
     def close(self) -> None:
         """Hang up; may be called twice, and from another thread to wake the one that waits here."""

@@ -279,6 +279,7 @@ class Peers:
             while (request := connection.receive()) is not None:
                 connection.patience = PATIENCE
                 self._answer(connection, request)
+                connection.patience = IDLE
         except Undelivered as error:
             log.debug("a request of another node's agent came to nothing: %s", error)
 

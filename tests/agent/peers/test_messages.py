@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,18 @@ def test_silence_is_not_waited_for_for_ever() -> None:
         with pytest.raises(Undelivered, match=r"does not answer for 0\.2 s") as caught:
             there.receive()
         assert not caught.value.gone
+
+
+def test_less_patience_counts_from_then_on() -> None:
+    """For what is sent, too: a side that has stopped takes nothing after its buffers are full."""
+    with lines(patience=600.0) as (one, other, _):
+        one.patience = other.patience = 0.2
+        begun = time.monotonic()
+        with pytest.raises(Undelivered, match=r"does not answer for 0\.2 s"):
+            one.receive()
+        with pytest.raises(Undelivered, match=r"does not answer for 0\.2 s"):
+            other.send_bytes(iter([bytes(1 << 26)]))
+        assert time.monotonic() - begun < 300.0
 
 
 def test_a_large_file_needs_little_memory() -> None:
