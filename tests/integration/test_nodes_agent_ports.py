@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from elaunch.checkpoint.formats import own
-from tests.integration.nodes import Build, Job
+from tests.integration.nodes import Build, Job, end, wait_for_worker
 from tests.launching import Running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -81,3 +82,31 @@ def test_saving_goes_on_after_the_agents_could_not_reach_each_other(
     wait_until(lambda: committed(job) > before, REPORTED, "another checkpoint")
     for path in (job.share / "ck").glob("step-*"):
         own.verify(path, "job")
+
+
+def test_a_restart_waits_until_the_agents_reach_each_other(cluster: Build) -> None:
+    """With a checkpoint directory on each node: as every other cut is waited for."""
+    job = Job(cluster, "etcd", 2)
+    flags = ["--nnodes=2", "--max-restarts=1", "--checkpoint-local"]
+    agents = []
+    for number in (1, 2):
+        root = job.machines[number].state / "ck"
+        root.mkdir(parents=True)
+        agents.append(job.start(number, [*flags, f"--checkpoint-dir={root}"], ["fail=1r0"]))
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 0)
+    shut(job, 1, 2)
+    (job.share / "fail.0").touch()
+    wait_until(
+        lambda: any(
+            "waiting for its checkpoints, up to 600 s" in one.output("stderr") for one in agents
+        ),
+        REPORTED,
+        "a search that reaches nobody",
+    )
+    cut_at = time.monotonic()  # two more searches, each of which tries for 7 s
+    wait_until(lambda: time.monotonic() > cut_at + 15 or agents[0].process.poll() is not None)
+    job.machines.heal()
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, *agents) == [0, 0]

@@ -110,8 +110,13 @@ def _search(
     if not (settings.checkpoint_local and isinstance(settings.checkpoint_dir, Path)):
         return for_all_nodes(settings, context.post, finisher), bool
     assert rendezvous is not None  # a job of several nodes
-    timeout, require = rendezvous.heartbeat_timeout, settings.require_resume
-    search = LocalSearch(peers, timeout, context.post, require=require)
+    search = LocalSearch(
+        peers,
+        rendezvous.heartbeat_timeout,
+        context.post,
+        require=settings.require_resume,
+        patience=rendezvous.join_timeout,
+    )
     copies = LocalCopies(
         peers,
         settings.checkpoint_dir,

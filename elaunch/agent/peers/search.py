@@ -16,6 +16,8 @@ the job with an error that names it.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,8 @@ MOST_SHOWN: Final = 3
 
 Answer = TypeVar("Answer")
 
+log = logging.getLogger("elaunch")
+
 
 class LocalSearch:
     """Finds the newest checkpoint that the nodes have together, and has all of them get it.
@@ -61,6 +65,7 @@ class LocalSearch:
         heartbeat_timeout: seconds after which a dead agent is no member any more.
         post: sends the loop what was found, for its log.
         require: whether it is an error if there are checkpoints and none is whole.
+        patience: seconds for which a member that cannot be reached is waited for.
     """
 
     def __init__(
@@ -70,13 +75,15 @@ class LocalSearch:
         post: Callable[[events.Event], None],
         *,
         require: bool = False,
+        patience: float = 0.0,
     ) -> None:
         self._peers = peers
+        self._patience = patience
         self._require = require
         self._reach = 2 * heartbeat_timeout + 1.0
         self._post = post
-        self._unreached: dict[str, str] = {}
-        """Agents that the search before could not reach, and why."""
+        self._unreached: dict[str, float] = {}
+        """Agents that the search before could not reach, and since when (monotonic)."""
 
     def __call__(self, asked: Search) -> SearchResult:
         """Return the checkpoint that lies whole on every node of ``SearchResult.ready``.
@@ -91,17 +98,25 @@ class LocalSearch:
         for name in self._unreached.keys() - set(targets):
             nodes.pop(name, None)  # a spare that nobody reaches holds up nobody
         search = _OneSearch(self._peers, nodes, targets, self._reach)
+        before, began = self._unreached, time.monotonic()
         try:
             found = search.run()
         except Undelivered as error:
             raise CheckpointError(f"--checkpoint-local: {error}") from error
         finally:
-            before, self._unreached = self._unreached, search.unreached
+            self._unreached = {name: before.get(name, began) for name in search.unreached}
         for name in targets:
-            if name in before and name in search.unreached:
+            waited = time.monotonic() - before.get(name, math.inf)
+            if name in search.unreached and waited >= self._patience:
                 raise CheckpointError(
-                    f"--checkpoint-local: {search.unreached[name]}; it is a member all the "
-                    "time: is there a firewall between the nodes?"
+                    f"--checkpoint-local: for {waited:.0f} s {search.unreached[name]}; it has been "
+                    "a member all the time"
+                )
+            if name in search.unreached and name not in before:
+                log.warning(
+                    "waiting for its checkpoints, up to %g s: %s",
+                    self._patience,
+                    search.unreached[name],
                 )
         if search.unreached:
             return SearchResult(again=True)

@@ -317,7 +317,7 @@ def test_an_agent_that_is_not_reached_is_waited_for_once(tmp_path: Path) -> None
         asked = Search(members(made), nodes=("a0", "a1", "a2"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
         assert finder(asked) == SearchResult(again=True)
-        with pytest.raises(CheckpointError, match=r"agent of node node2.*firewall"):
+        with pytest.raises(CheckpointError, match=r"agent of node node2.*member all the time"):
             finder(asked)
         spare = Search(members(made), nodes=("a0", "a1"))
         finder = LocalSearch(made[0], 0.1, lambda _: None)
