@@ -41,6 +41,7 @@ from elaunch.agent.status.record import StatusRecord, shown_code
 from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.agent.workers.tempdir import remove_abandoned
 from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.rendezvous.coordinator import Standalone, rules_of_one
@@ -146,6 +147,7 @@ class _Run:
         )
         prune = partial(directory.prune_for, context.run_dir, os.environ, settings.keep_runs)
         atonce.start("prune", prune)
+        atonce.start("tmp", remove_abandoned)
         saver.check()
         if detached is not None:
             detached.ready(pages.wait())

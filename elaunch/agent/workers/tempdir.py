@@ -7,7 +7,8 @@ a decision (schedulers make it, per job): nothing is changed. The TMPDIR that an
 made for its workers is no decision: a job that a worker starts gets a directory of its own in it.
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are
-kept and pointed out.
+kept and pointed out. The next run does that for an agent that was killed with its server
+(:func:`remove_abandoned`): the directory's name says whose it is.
 
 TorchInductor's cache is meant to outlive a job, and stays where it is without elaunch. A variable
 names it, and a link in the run's directory leads to it: TorchInductor looks for its precompiled
@@ -32,7 +33,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from elaunch import env
+from elaunch import env, proc
 
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -54,7 +55,7 @@ class RunTemp:
         if choice == "shared" or any(_is_decision(environ.get(name, "")) for name in NAMES):
             return
         shared = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix=env.TEMP_PREFIX)
+        self.path = tempfile.mkdtemp(prefix=f"{env.TEMP_PREFIX}{_mark(os.getpid())}-")
         self.variables = {"TMPDIR": self.path}
         cache = _own_cache(os.path.join(shared, f"{env.CACHE_PREFIX}{_user()}"))
         if cache is None:
@@ -70,12 +71,44 @@ class RunTemp:
             return None
         if self._link is not None:
             _remove_link(self._link)
-        for directory, _, names in os.walk(self.path, topdown=False):
-            for name in names:
-                _remove_unless_file(os.path.join(directory, name))
-            with contextlib.suppress(OSError):  # not empty: it holds what is to be kept
-                os.rmdir(directory)
+        _clear(self.path)
         return self.path if os.path.isdir(self.path) else None
+
+
+def remove_abandoned() -> None:
+    """Clear the directories of this user's runs whose agents were killed, as ``close`` would."""
+    user, link = os.getuid(), f"{env.CACHE_PREFIX}{_user()}"
+    mark = re.compile(rf"{re.escape(env.TEMP_PREFIX)}(\d+\.(\d+)\.\d+)-")
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+        for one in found:
+            made = mark.match(one.name)
+            if made is None or made[1].partition(".")[0] != _namespace():
+                continue  # what another container has made may be in use there
+            is_ours = one.is_dir(follow_symlinks=False) and (
+                one.stat(follow_symlinks=False).st_uid == user
+            )
+            if is_ours and _mark(int(made[2])) != made[1]:
+                _remove_link(os.path.join(one.path, link))
+                _clear(one.path)
+
+
+def _mark(pid: int) -> str:
+    """Return what tells a process from all others of this machine, also later ones of its pid."""
+    process = proc.read_process(pid)
+    return f"{_namespace()}.{pid}.{0 if process is None else process.start}"
+
+
+def _namespace() -> str:
+    return re.sub(r"\D", "", proc.pid_namespace())
+
+
+def _clear(path: str) -> None:
+    """Remove a directory with what is empty or a socket in it; links are not followed."""
+    for directory, _, names in os.walk(path, topdown=False):
+        for name in names:
+            _remove_unless_file(os.path.join(directory, name))
+        with contextlib.suppress(OSError):  # not empty: it holds what is to be kept
+            os.rmdir(directory)
 
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, Path]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from elaunch.agent.workers.tempdir import RunTemp, compiler_caches, remove_torn
+from elaunch.agent.workers.tempdir import (
+    RunTemp,
+    compiler_caches,
+    remove_abandoned,
+    remove_torn,
+)
 
 
 @pytest.fixture
@@ -51,6 +58,45 @@ def test_files_are_kept(shared: Path) -> None:
     Path(temp.path, "empty").mkdir()
     assert temp.close() == temp.path
     assert saved.read_text() == "weights" and not Path(temp.path, "empty").exists()
+
+
+MAKE = """
+import os, signal
+from elaunch.agent.workers.tempdir import RunTemp
+temp = RunTemp("private", {})
+print(temp.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_those_of_killed_agents_are_cleared(shared: Path) -> None:
+    """With what is empty; not those of living agents, files, nor what a link leads to."""
+    killed = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", MAKE],
+            env=os.environ | {"TMPDIR": str(shared)},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        killed.append(Path(done.stdout.strip()))
+    empty, full, linked = killed
+    (empty / "pymp-x1").mkdir()
+    (full / "model.checkpoint").write_text("weights")
+    elsewhere = shared / "elsewhere"
+    (elsewhere / "empty").mkdir(parents=True)
+    (linked / "link").symlink_to(elsewhere)
+    living = RunTemp("private", {})
+    assert living.path is not None
+    planted = shared / f"{empty.name[:-1]}_"
+    planted.symlink_to(elsewhere)
+    remove_abandoned()
+    assert [path.exists() for path in (empty, full, linked)] == [False, True, True]
+    assert (full / "model.checkpoint").read_text() == "weights"
+    assert (elsewhere / "empty").is_dir() and Path(living.path).is_dir()
+    assert living.close() is None
 
 
 @pytest.mark.parametrize(
