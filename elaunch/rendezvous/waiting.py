@@ -29,7 +29,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from elaunch.errors import StoreError, StoreFull
+from elaunch.errors import StoreDenied, StoreError, StoreFull
 from elaunch.rendezvous import text as words
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.rendezvous.events import StillWaiting, StoreBack, StoreSilent
@@ -139,9 +139,12 @@ class Overdue:
         self._named = False
 
     def refused(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
-        """Note that it was not done, or may not have been; a full store is named once."""
+        """Note that it was not done, or may not have been.
+
+        A store that is full, or does not let us in any more, is named once.
+        """
         self._since.setdefault(what, now)
-        if self._named or not isinstance(problem, StoreFull):
+        if self._named or not isinstance(problem, StoreFull | StoreDenied):
             return []
         self._named = True
         return [StoreSilent(f"{problem}; the job goes on until something has to be decided")]

@@ -26,7 +26,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
-from elaunch.errors import CheckpointError, StoreError
+from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError
 from elaunch.runs.record import (
     JobTimingRecord,
     LatenessRecord,
@@ -74,6 +74,8 @@ SILENT_S: Final = 60.0
 """Seconds that a run of one round may take without a verdict at its end."""
 START_S: Final = 10.0
 """Seconds that a run may take with nothing worth knowing of where they went."""
+BY_REASON: Final = (CheckpointError.exit_code, StoreError.exit_code, JoinTimeoutError.exit_code)
+"""Exit codes of ends for which no worker is to blame: the result has their reason."""
 REMEDIES: Final = {
     "start": "--preload what the script imports, so that workers are forked with it",
     "save": "save(block=False) writes while the training goes on",
@@ -204,9 +206,9 @@ def lines(record: Record) -> list[str]:
 def _headline(record: Record) -> str:
     """Return which rank ended the last round and with what; else the reason of the end.
 
-    A restart may have followed that failure, but for the checkpoint directory or the store.
+    A restart may have followed that failure, but for what BY_REASON has.
     """
-    if record["exit_code"] in (CheckpointError.exit_code, StoreError.exit_code):
+    if record["exit_code"] in BY_REASON:
         return one_line(record["reason"] or "")
     elsewhere, own = record.get("job_failure"), record["failure"]
     if elsewhere and elsewhere.get("round") == record["round"]:

@@ -110,8 +110,9 @@ def test_the_host_of_the_tcpstore_is_killed(cluster: Build) -> None:
     one, two = job.pair(["--nnodes=1:2", "--max-restarts=0"])
     os.kill(one.pid, signal.SIGKILL)
     assert two.wait(DEADLINE).returncode == 69
-    wait_until_said(two, r"node1.*29400")
-    wait_until_said(two, r"etcd")
+    results = [line for line in said(two) if line.startswith("result: FAILED")]
+    assert len(results) == 1 and two.output("stderr").count("the last attempt") == 1
+    assert re.search(r"lost the store, TCPStore at node1:29400.*etcd", results[0])
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])

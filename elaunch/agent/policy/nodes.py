@@ -97,7 +97,10 @@ def at_rest(state: State, what: str) -> Decision:
     """Return what the plan means for an agent without workers; ``what`` has brought it here."""
     plan = state.plan
     if state.meeting_failed is not None:
-        return Finish(state.meeting_failed.exit_code), state.meeting_failed.problem
+        problem = state.meeting_failed.problem
+        if _has_done_its_part(state):
+            return Finish(0), f"all workers of this node ended with 0; {problem}"
+        return Finish(state.meeting_failed.exit_code), problem
     if plan is not None and plan.phase == "over":
         unused = "; this node took part in no round"
         unused = unused if state.limits.meets and not state.member else ""
@@ -118,6 +121,15 @@ def at_rest(state: State, what: str) -> Decision:
         first_rank = place(plan, state.name).first_rank
         return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
     return _meet(state, what)
+
+
+def _has_done_its_part(state: State) -> bool:
+    """Whether the workers ended with 0 in a round of which nobody has said that it failed."""
+    plan = state.plan
+    if plan is None or (plan.round, plan.phase) != (state.round, "running"):
+        return False
+    spoiled = state.failed or state.preempted or state.asked_to_end or state.lost_save
+    return state.completed and not spoiled
 
 
 def _meet(state: State, what: str) -> Decision:
@@ -248,10 +260,11 @@ def _on_held(_: State, event: events.WorkersHeld) -> Decision:
 def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
     if state.phase is Phase.RUNNING:
         grace = state.limits.shutdown_timeout
-        reason = f"{event.problem}; stopping {workers(len(state.alive))}, grace {grace:g} s"
+        what, _, _ = event.problem.partition(", the last attempt")  # the result has all of it
+        reason = f"{what}; stopping {workers(len(state.alive))}, grace {grace:g} s"
         return StopWorkers(signal.SIGTERM, grace), reason
     if state.phase in (Phase.STARTING, Phase.MEETING):
-        return Finish(event.exit_code), event.problem
+        return at_rest(state, "")
     return NOTHING  # logged when the workers are gone
 
 

@@ -22,6 +22,7 @@ from elaunch.agent.resume import latest
 from elaunch.config import Settings
 from elaunch.rendezvous import text
 from elaunch.rendezvous.text import UNACCUSED
+from elaunch.runs.verdict import BY_REASON
 
 PASSED_OVER_SHOWN = 10
 HOLD_S: Final = 1.0
@@ -59,7 +60,8 @@ class DecisionLog:
             # A script that runs without torch never asks for the store.
             level = logging.INFO if "No module named 'torch'" in event.problem else logging.WARNING
             log.log(level, "the workers' TCPStore is gone: %s", event.problem)
-        if reason:
+        ends = isinstance(turn.action, Finish) and turn.action.exit_code in BY_REASON
+        if reason and not ends:  # then the result, the last line, has the reason
             level = logging.INFO if _is_quiet(turn) else logging.WARNING
             sender = event.sender if isinstance(event, events.SignalReceived) else ""
             line = f"{_round(turn.before, turn.action)}{reason}{sender}"

@@ -428,7 +428,10 @@ def times_of_node(ledger: Ledger, hangs: HangWatch) -> NodeTimes | None:
 
 
 class VerdictLog:
-    """Logs the verdict on a run at its end, on node 0; an observer of the loop's turns."""
+    """Logs the verdict on a run at its end; an observer of the loop's turns.
+
+    Each node has the result. What was measured is of all nodes on node 0 only.
+    """
 
     def __init__(self, record: StatusRecord) -> None:
         self._record = record
@@ -438,10 +441,8 @@ class VerdictLog:
         if not isinstance(turn.action, Finish):
             return
         record = cast("Record", self._record.snapshot())
-        if record.get("node_rank"):
-            return
-        shown = verdict.shown(record)
-        for number, line in enumerate(verdict.lines(record)):
+        lines, shown = verdict.lines(record), verdict.shown(record)
+        for number, line in enumerate(lines[:1] if record.get("node_rank") else lines):
             log.log(logging.WARNING if number < shown else logging.INFO, "%s", line)
 
 

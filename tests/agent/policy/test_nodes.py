@@ -264,6 +264,11 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         Finish(69),
         "the store was lost",
     ),
+    "it is lost when all has been done here": (
+        (*GOOD, gone(), FAILED),
+        Finish(0),
+        "all workers of this node ended with 0; the store was lost",
+    ),
     "it was never there": ((READY, FAILED), Finish(69), "the store was lost"),
 }
 
