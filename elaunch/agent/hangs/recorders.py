@@ -12,6 +12,7 @@ import math
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -93,6 +94,8 @@ class Recorders:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._noted = 0.0
         self._round: Round | None = None
         self._ended: frozenset[int] = frozenset()
         self.failed: frozenset[int] = frozenset()
@@ -104,8 +107,9 @@ class Recorders:
     def begin(self, begun: Round) -> None:
         """Forget the round before, and remove what its workers have left."""
         self.close()
-        self._ended, self._round, self._since, self._look_at = frozenset(), begun, {}, 0.0
-        self.failed = frozenset()
+        with self._lock:
+            self._ended, self._round, self._since, self._look_at = frozenset(), begun, {}, 0.0
+            self.failed = frozenset()
 
     def see(self, event: events.Event) -> None:
         """Take down which workers have ended with 0, and which have failed."""
@@ -121,13 +125,16 @@ class Recorders:
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
+        asked_at = time.monotonic()
         places = self._ask(pids, until, self._traces)()[0]
-        self._note(places)
+        self._note(places, asked_at)
         # The first collective of NCCL is not recorded before it has connected the ranks.
         new = [rank for rank, one in places.items() if one.groups and not (one.done or one.is_held)]
         unseen = {rank: pids[rank] for rank in new if rank in pids and DEVICE_TRACE in self._traces}
-        if unseen and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + FIRST_LOOK_S
+        with self._lock:
+            is_due = bool(unseen) and time.monotonic() >= self._look_at
+            self._look_at = time.monotonic() + FIRST_LOOK_S if is_due else self._look_at
+        if is_due:
             return self.with_receives(places, unseen, until)
         return _awaiting(places, {k: one for k, one in self._since.items() if k in unseen})
 
@@ -146,15 +153,21 @@ class Recorders:
         asked = {rank: pids[rank] for rank in outside if rank in pids}
         dumps = self._ask(asked, until, (STACKS,))()[1]
         found = _unrecorded_waits(places, dumps, pids)
-        seen = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
-        self._since = {k: one for k, one in self._since.items() if k not in asked} | seen
+        with self._lock:
+            seen = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
+            self._since = {k: one for k, one in self._since.items() if k not in asked} | seen
         return _awaiting(self._dated(places), seen)
 
-    def _note(self, places: Mapping[int, RankPlace]) -> None:
-        """Keep since when each wait is known, by the monotonic clock."""
-        now, before = time.monotonic(), self._first
+    def _note(self, places: Mapping[int, RankPlace], asked_at: float) -> None:
+        """Keep since when each wait is known, by the monotonic clock.
+
+        Several threads ask: places that were asked for before the newest ones tell nothing new.
+        """
         waits = [(rank, one) for rank, place in places.items() for one in place.awaited]
-        self._first = {each: before.get(each, now) for each in waits}
+        with self._lock:
+            if asked_at >= self._noted:
+                now, before, self._noted = time.monotonic(), self._first, asked_at
+                self._first = {each: before.get(each, now) for each in waits}
 
     def _dated(self, places: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
         """Return the places; a wait that was seen before it began has begun when it was seen."""
