@@ -429,9 +429,12 @@ class Reader:
             out.write(data)
             return
         lines = file.lines(data)
-        prefix = b"" if exact else b"[rank %d]: " % file.rank
-        shown = (line for line in lines if grep is None or grep.search(line))
-        out.write(b"".join(prefix + line + b"\n" for line in shown))
+        prefix, torchs = b"[rank %d]: " % file.rank, b"[rank%d]:" % file.rank
+        shown = [line for line in lines if grep is None or grep.search(line)]
+        if not exact:  # torch puts its own before each line of an exception
+            shown = [line.removeprefix(torchs + b" ").removeprefix(torchs) for line in shown]
+            shown = [prefix + line for line in shown]
+        out.write(b"".join(line + b"\n" for line in shown))
 
 
 def follow_console(run: RunDir, follow: bool, out: BinaryIO) -> bool:

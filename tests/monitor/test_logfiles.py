@@ -170,6 +170,17 @@ def test_files_without_arrivals_have_the_time_of_their_change(home: dict[str, st
     assert shown(run, home, Choice(since=NOW + 5))[0] == b"[rank 0]: line\n"
 
 
+def test_the_prefix_of_torch_is_not_shown_beside_ours(home: dict[str, str]) -> None:
+    """It is before each line of an exception; that of another rank is the script's own text."""
+    run = recorded(runs_in(home), 0)
+    path = run.logs / "attempt_0" / "0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"[rank0]: Traceback\n[rank0]:\n[rank1]: x\n")
+    assert (
+        shown(run, home, Choice())[0] == b"[rank 0]: Traceback\n[rank 0]: \n[rank 0]: [rank1]: x\n"
+    )
+
+
 @pytest.mark.slow
 def test_a_million_lines_cost_little(home: dict[str, str]) -> None:
     """Of 8 ranks whose output alternates: CPU seconds, and not one open for each line."""

@@ -15,6 +15,7 @@ programs (docs/failure-report.md), :func:`summary` the one line that becomes a r
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -32,9 +33,11 @@ from elaunch.agent.policy.events import HangSeen, StacksTaken
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import Exit, exit_code
 from elaunch.errors import HangError
+from elaunch.files import open_regular
 from elaunch.rendezvous.text import UNACCUSED
 from elaunch.text import one_line, shortened
 
+LAST_BYTES = 1 << 16
 MAX_MESSAGE = 4000
 MAX_TRACEBACKS = 1 << 20
 """Characters of tracebacks that a report has of all workers but the first."""
@@ -327,10 +330,15 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
         lines, origin = error.callstack.rstrip("\n").split("\n"), "error file"
     else:
         lines, origin = list(tracebacks.pick(left.tail, end.exitcode)), "stderr"
+    if not lines and end.exitcode > 0 and left.stdout_path:
+        # Some, as pytest does, say only there why they fail.
+        lines, origin = list(tracebacks.pick(_last_lines(left.stdout_path), end.exitcode)), "stdout"
     message = error.message if error else ""
     message = message or (tracebacks.message_of(lines) if end.exitcode else "")
-    source = left.error_file if origin == "error file" else left.stderr_path
-    text = [*message.split("\n"), *tracebacks.without_source(lines)]
+    sources = {"error file": left.error_file, "stdout": left.stdout_path}
+    source = sources.get(origin, left.stderr_path)
+    known_by = lines if message or origin != "stdout" else []
+    text = [*message.split("\n"), *tracebacks.without_source(known_by)]
     explanation = explain.explain(
         end,
         "\n".join(tracebacks.cap(text, "")),  # searches in longer lines could take minutes
@@ -348,6 +356,16 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
     )
     ours = _is_ours(found, known.scene)
     return replace(found, explanation=Explanation() if ours else explanation)
+
+
+def _last_lines(path: str) -> list[str]:
+    """Return the last lines of a worker's file; none of one that cannot be read."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            return file.read(LAST_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
 
 
 def _came_to_end(failure: Failure, scene: Scene | None) -> bool:

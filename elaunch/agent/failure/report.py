@@ -222,6 +222,8 @@ def _evidence(failure: Failure) -> Iterator[str]:
         return
     if failure.traceback_from == "error file":
         title = "Traceback from its error file:"
+    elif failure.traceback_from == "stdout":
+        title = "It wrote nothing to stderr. Last lines of its stdout:"
     elif tracebacks.message_of(failure.traceback):
         title = "Traceback from its stderr:"
     else:
@@ -268,11 +270,16 @@ def _others(report: FailureReport) -> Iterator[str]:
     if more := [failure.exit.rank for failure in report.victims[MOST_VICTIMS:]]:
         yield f"  … and {ranks(more)}"
     if report.stopped:
-        alike: dict[str, list[int]] = {}
+        alike: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}
         for failure in report.stopped:
-            alike.setdefault(failure.exit.word, []).append(failure.exit.rank)
-        ends = (f"{ranks(them)} ({word})" for word, them in alike.items())
-        yield from _wrap("Stopped by elaunch: " + ", ".join(ends), indent="  ")
+            by_itself = 0 < failure.exit.exitcode <= 128  # above it, most pass a signal on
+            alike[by_itself].setdefault(failure.exit.word, []).append(failure.exit.rank)
+        for by_itself, title in (
+            (True, "Ended by themselves meanwhile: "),
+            (False, "Stopped by elaunch: "),
+        ):
+            ends = [f"{ranks(them)} ({word})" for word, them in alike[by_itself].items()]
+            yield from _wrap(title + ", ".join(ends), indent="  ") if ends else ()
 
 
 def _table(report: FailureReport) -> str:

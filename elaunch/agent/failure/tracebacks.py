@@ -17,10 +17,12 @@ removed. Nothing is cut silently: :func:`cap` says how many lines it left out an
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Sequence
 
+import elaunch
 from elaunch.text import block
 
 LAST_LINES = 20
@@ -59,7 +61,10 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 _FRAME = re.compile(
     r'\s*(?:\| +)?File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?$'
 )
-_INSTALLED = re.compile(r"<|.*/(?:site-packages|dist-packages|lib/python\d\.\d+)/")
+_INSTALLED = re.compile(
+    r"<|.*/(?:site-packages|dist-packages|lib/python\d\.\d+)/"
+    rf"|{re.escape(os.path.dirname(elaunch.__file__))}/(?!examples/)"
+)
 """Files that are not the user's: of packages, of Python, and code without a file."""
 
 

@@ -132,7 +132,10 @@ def parse_spied(text: str) -> Dump | None:
 
 
 def group(dumps: Mapping[int, Dump]) -> tuple[StackGroup, ...]:
-    """Return the ranks by their main threads' stacks; the smallest group first: the odd ones."""
+    """Return the ranks by their main threads' stacks, the odd ones first.
+
+    That is the smallest group; of some of one size, one that is in no collective.
+    """
     by_main: dict[Stack, list[int]] = {}
     for rank in sorted(dumps):
         by_main.setdefault(dumps[rank].main, []).append(rank)
@@ -140,7 +143,12 @@ def group(dumps: Mapping[int, Dump]) -> tuple[StackGroup, ...]:
         StackGroup(tuple(ranks), main, _threads(ranks, dumps), dumps[ranks[0]].values)
         for main, ranks in by_main.items()
     ]
-    return tuple(sorted(groups, key=lambda one: (len(one.ranks), one.ranks)))
+    return tuple(sorted(groups, key=lambda one: (len(one.ranks), _waits(one.main), one.ranks)))
+
+
+def _waits(stack: Stack) -> bool:
+    """Return whether a stack is in a call by which ranks wait for each other."""
+    return any(f'{_TORCHS}"' in frame for frame in stack)
 
 
 def joined(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:

@@ -101,6 +101,22 @@ def test_a_message_of_a_mebibyte(tmp_path: Path, word: str) -> None:
     assert time.process_time() - began < 30
 
 
+def test_what_a_worker_has_said_on_stdout_only(tmp_path: Path) -> None:
+    """Where it has a file, and stderr is empty; it is no cause, unless it is a traceback."""
+    path = tmp_path / "stdout.log"
+    path.write_text("x\n" * 99_999 + "Address already in use\nE   assert 1 == 2\n1 failed\n")
+    silent = replace(end(0, 1), stdout_path=str(path), tail=())
+    first = build("t.py", "h", 0, [silent], 0).first
+    assert first.traceback[-2:] == ("E   assert 1 == 2", "1 failed")
+    assert (first.traceback_from, first.message, first.explanation.code) == ("stdout", "", "")
+    shown = render_cause(build("t.py", "h", 0, [silent], 0))
+    assert "It wrote nothing to stderr. Last lines of its stdout:\n" in shown
+    path.write_text("\n".join(TRACEBACK))
+    assert build("t.py", "h", 0, [silent], 0).first.message == "ValueError: b"
+    path.unlink()
+    assert build("t.py", "h", 0, [silent], 0).first.traceback == ()
+
+
 def test_error_file_wins_over_stderr(tmp_path: Path) -> None:
     """It is the script's own word."""
     path = tmp_path / "error.json"

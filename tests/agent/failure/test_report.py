@@ -84,13 +84,16 @@ def test_victims_and_stopped() -> None:
     stopped = [
         left(2, -15, FIRST.at + 1, stopped=True),
         left(3, 0, FIRST.at + 1, stopped=True),
+        left(4, 1, FIRST.at + 1, stopped=True),
+        left(5, 143, FIRST.at + 1, stopped=True),
     ]
     out = lines(FIRST, victim, *stopped)
-    assert out[-4:] == [
+    assert out[-5:] == [
         "Failed by themselves afterwards:",
         "  rank 0 (local_rank 0, pid 4000) exited with code 1, 35 ms later",
         "    RuntimeError: Connection closed by peer",
-        "Stopped by elaunch: rank 2 (SIGTERM), rank 3 (exit code 0)",
+        "Ended by themselves meanwhile: rank 4 (exit code 1)",
+        "Stopped by elaunch: rank 2 (SIGTERM), rank 3 (exit code 0), rank 5 (exit code 143)",
     ]
     table = render(make(FIRST, victim, *stopped), table=True).partition("Failures:")[2]
     assert "rank      : 2" in table and "rank      : 3" not in table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import elaunch
 from elaunch.agent.failure.tracebacks import cap, message_of, pick, place_of, printable
 
 PLAIN = """\
@@ -145,6 +147,7 @@ def test_message_of(block: str, message: str) -> None:
 
 
 SITE = "/v/lib/python3.11/site-packages/torch/nn/modules/module.py"
+OWN = os.path.dirname(elaunch.__file__)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +179,17 @@ SITE = "/v/lib/python3.11/site-packages/torch/nn/modules/module.py"
         ([f'  File "{SITE}", line 3, in f'], ""),
         (['  File "<string>", line 1, in <module>'], ""),
         (['  File "/usr/lib/python3.11/runpy.py", line 3, in _run_code'], ""),
+        (
+            ['  File "t.py", line 5, in save', f'  File "{OWN}/training/x.py", line 9, in f'],
+            "t.py:5 in save",
+        ),
+        ([f'  File "{OWN}/examples/train.py", line 9, in step'], "train.py:9 in step"),
         ([], ""),
     ],
-    ids=["module", "library", "chained", "syntax", "group", "installed", "string", "std", "none"],
+    ids=[
+        *("module", "library", "chained", "syntax", "group", "installed", "string", "std"),
+        *("elaunch", "example", "none"),
+    ],
 )
 def test_place_of(frames: list[str], place: str) -> None:
     """The innermost frame of the user's own files, of the last exception."""

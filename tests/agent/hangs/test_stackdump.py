@@ -138,6 +138,15 @@ def test_ranks_at_one_place_are_one_group_the_odd_ones_first() -> None:
     assert found[1].threads == (((0, 4), load),)
 
 
+def test_of_groups_of_one_size_the_one_in_no_collective_comes_first() -> None:
+    """The others wait for it."""
+    file = "/x/site-packages/torch/distributed/distributed_c10d.py"
+    wait = (f'File "{file}", line 1 in all_reduce', 'File "t.py", line 3 in <module>')
+    load = ('File "d.py", line 9 in read', 'File "t.py", line 2 in <module>')
+    found = group({0: Dump(wait), 1: Dump(load), 2: Dump(wait), 3: Dump(load)})
+    assert [one.ranks for one in found] == [(1, 3), (0, 2)]
+
+
 def test_a_dump_of_this_interpreter_is_read(tmp_path: Path) -> None:
     """Whatever its version writes."""
     script = tmp_path / "s.py"
