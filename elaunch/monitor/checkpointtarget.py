@@ -4,7 +4,8 @@
 RUN_OR_DIR            is
 ====================  ==============================================================================
 ``s3://bucket/run``   a URL of fsspec; ``file:///d`` is the directory ``/d``
-a directory           the checkpoint directory; or a checkpoint itself, then no NAME is needed
+a directory           the checkpoint directory; or a checkpoint itself, then no NAME is needed.
+                      ``--checkpoint-glob`` is that of the newest run here that has used it
 anything else         a run of this machine, or the beginning of its id: its record knows the place
 ====================  ==============================================================================
 
@@ -51,10 +52,10 @@ class Target:
 def resolve(words: str, environ: Mapping[str, str]) -> Target:
     """Return what RUN_OR_DIR means; UsageError if it is neither."""
     if "://" in words:
-        return _of_url(words)
+        return _with_glob(_of_url(words), environ)
     path = Path(os.path.expanduser(words))
     if os.path.isdir(path) and not os.path.isfile(path / rundir.STATE_FILE):
-        return _directory(Path(os.path.abspath(path)))
+        return _with_glob(_directory(Path(os.path.abspath(path))), environ)
     if os.sep in words and (why := files.problem(path)):
         missing = why == "does not exist"
         raise UsageError(f"there is no directory {words!r}" if missing else f"{words!r} {why}")
@@ -128,6 +129,15 @@ def _of_url(words: str) -> Target:
     if not os.path.isdir(place):
         raise UsageError(f"there is no directory {str(place)!r}")
     return _directory(place)
+
+
+def _with_glob(target: Target, environ: Mapping[str, str]) -> Target:
+    """Return the target with ``--checkpoint-glob`` of the newest run that has used the place."""
+    for _, record in rundir.records(environ):
+        used = None if record is None else record["checkpoint_dir"]
+        if record and used and without_slash(used) == without_slash(str(target.place)):
+            return replace(target, glob=record["checkpoint_glob"])
+    return target
 
 
 def _directory(path: Path) -> Target:

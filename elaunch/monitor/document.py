@@ -33,6 +33,7 @@ def run_document(view: RunView) -> dict[str, Any]:
     return {
         **view.record,
         **({} if view.awaited is None else {"awaited": view.awaited}),
+        "restarts": view.restarts,
         "dir": str(standing.run.path),
         "state": standing.state,
         "recorded_state": view.record["state"],

@@ -201,7 +201,7 @@ def _progress(view: RunView) -> Iterator[tuple[str, str]]:
         age = duration(max(0.0, standing.taken_at - written))
         yield "as of", f"{date(written)}, {age} ago: the record is not newer"
     yield "round", str(record["round"])
-    used = record["restarts"]
+    used = view.restarts
     yield (
         "restarts",
         restarts_text(used["used"], used["without_progress"], used["max"], used["budget"]),

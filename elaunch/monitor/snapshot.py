@@ -12,7 +12,7 @@ from elaunch.errors import ElaunchError, RunDirError
 from elaunch.monitor.standing import Standing, living, lost_reason, read_standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import WorkerRecord
-from elaunch.runs.record import AwaitedRecord, Record, WorkerProgressRecord
+from elaunch.runs.record import AwaitedRecord, Record, RestartsRecord, WorkerProgressRecord
 from elaunch.runs.usage import Measurement, Usage, measure_since, usage
 from elaunch.text import duration, one_line
 
@@ -86,6 +86,16 @@ class RunView:
         """For which rank others have waited for long, as this node says, or another one."""
         everyone = (self.record.get("awaited"), *(node.awaited for node in self.others))
         return next(filter(None, everyone), None)
+
+    @property
+    def restarts(self) -> RestartsRecord:
+        """The restarts; none was without progress if a checkpoint is newer than the last resumed.
+
+        The agents look for that only when they restart again.
+        """
+        used, resumed, latest = self.record["restarts"], self.record["checkpoint"], self.latest
+        newer = latest is not None and (resumed is None or latest.step > resumed["step"])
+        return {**used, "without_progress": 0} if newer else used
 
     @property
     def has_others(self) -> bool:

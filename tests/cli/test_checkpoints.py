@@ -342,6 +342,19 @@ def test_what_a_living_run_has_resumed_from(command: Command, saves: Path, play:
 
 
 @pytest.mark.slow
+def test_a_directory_whose_checkpoints_a_glob_names(
+    command: Command, play: Play, tmp_path: Path
+) -> None:
+    """The run that has used it knows it."""
+    (tmp_path / "ckpt").mkdir()
+    for step in (7, 8):
+        makers.saved(tmp_path / "ckpt" / f"step_{step}.pt")
+    play(run_id="own", checkpoint_dir=str(tmp_path / "ckpt"), checkpoint_glob="step_*.pt")
+    for where in ("own", tmp_path / "ckpt", f"{tmp_path}/ckpt/", f"file://{tmp_path}/ckpt"):
+        code, told = command("ls", where)
+        assert code == 0 and "step_7.pt" in told and "step_8.pt" in told, told
+
+
 def test_a_run_without_a_directory(command: Command, play: Play, environ: dict[str, str]) -> None:
     """What its script has saved beside its record is found; else the fix is named."""
     play(run_id="plain")

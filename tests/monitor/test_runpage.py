@@ -115,10 +115,12 @@ def test_a_running_run(tmp_path: Path) -> None:
         tmp_path,
         reason="rank 1 was killed by SIGKILL",
         round=1,
-        restarts={"used": 1, "without_progress": 0, "max": 3, "budget": "progress"},
+        restarts={"used": 1, "without_progress": 1, "max": 3, "budget": "progress"},
         checkpoint_dir="/c",
         checkpoint={"path": "/c/step_20.pt", "step": 20, "format": "torch.save"},
     )
+    text = plain(run_page(view))
+    assert "  restarts    1, of them 1 since the last progress (3 allowed)\n" in text
     view = replace(view, latest=LatestCheckpoint("/c/step_40.pt", 40, "torch.save", 12.3))
     text = plain(run_page(view))
     lines = text.splitlines()
