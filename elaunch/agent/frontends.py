@@ -256,9 +256,8 @@ def line_of(record: Mapping[str, Any], pace: StepRate, now: float) -> str:
     pace.see(now, record["round"], workers)
     parts = [] if record["state"] == "RUNNING" else [record["state"]]
     parts.append(pace.text() or f"no step is reported, for {duration(now - record['started_at'])}")
-    timing = record.get("timing")
-    if timing and timing["wall_s"] > 0:
-        parts.append(f"goodput {100 * verdict.goodput(timing):.1f} %")
+    if (share := verdict.goodput(record)) is not None:
+        parts.append(f"goodput {100 * share:.1f} %")
     if record["round"]:
         parts.append(f"round {record['round']}")
     return f"elaunch: {', '.join(parts)}"

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Final, Literal, overload
 from msgspec import Meta, Struct
 
 from elaunch.errors import HangError
+from elaunch.runs.record import Reports
 
 AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended", "leaving"]
 Phase = Literal["forming", "running", "ending", "over"]
@@ -170,7 +171,7 @@ class NodeTimes(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
     """Where the time of a node's slots went so far, or that of several ``nodes``.
 
     ``seconds`` by class (elaunch.runs.verdict.CLASSES) are means over the ``slots``; their sum is
-    ``wall_s``.
+    ``wall_s``. ``reports`` is what the script shows of itself (elaunch.runs.record.TimingRecord).
     """
 
     slots: Slots
@@ -179,6 +180,7 @@ class NodeTimes(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
     nodes: Count = 1
     late: LateRank | None = None
     pace: RankPace | None = None
+    reports: Reports = ""
 
 
 class RestartRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from statistics import median
+from typing import get_args
 
 from msgspec.structs import asdict, replace
 
 from elaunch.rendezvous.decide.view import View
 from elaunch.rendezvous.plan import NodeTimes
-from elaunch.runs.record import JobTimingRecord
+from elaunch.runs.record import JobTimingRecord, Reports
 from elaunch.runs.verdict import CLASSES
 
 
@@ -38,6 +39,7 @@ def total(found: Iterable[NodeTimes]) -> NodeTimes | None:
         nodes=sum(one.nodes for one in parts),
         late=max(late, key=lambda one: one.held, default=None),
         pace=slowest,
+        reports=max((one.reports for one in parts), key=get_args(Reports).index),
     )
 
 
@@ -67,6 +69,7 @@ def to_record(times: NodeTimes) -> JobTimingRecord:
         "slots": times.slots,
         "wall_s": times.wall_s,
         "seconds": {**dict.fromkeys(CLASSES, 0.0), **times.seconds},
+        "reports": times.reports,
         "slowest": None if times.pace is None else asdict(times.pace),  # type: ignore[typeddict-item]
         "late": None if times.late is None else asdict(times.late),  # type: ignore[typeddict-item]
     }

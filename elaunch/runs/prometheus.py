@@ -104,6 +104,8 @@ def _recorded(record: Record) -> Iterator[Sample]:
     timing = record.get("timing")
     if timing is not None:
         yield from _timed(timing)
+    if (share := verdict.goodput(record)) is not None:
+        yield "elaunch_run_goodput_ratio", {}, share
     lateness = record.get("lateness")
     if lateness is not None:
         yield from _late(lateness)
@@ -112,7 +114,6 @@ def _recorded(record: Record) -> Iterator[Sample]:
 
 
 def _timed(timing: TimingRecord) -> Iterator[Sample]:
-    yield "elaunch_run_goodput_ratio", {}, verdict.goodput(timing)
     for name, seconds in timing["seconds"].items():
         yield "elaunch_run_slot_seconds", {"class": name}, seconds
     yield "elaunch_run_failures", {}, timing["failures"]

@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 from elaunch.errors import RunDirError
 from elaunch.runs.identity import AgentRecord, WorkerRecord, this_agent
@@ -185,6 +185,10 @@ class LoaderRecord(TypedDict):
     cpus: int
 
 
+Reports = Literal["", "nothing", "context", "steps"]
+"""What a script shows of itself, from the least on; "": not known, as of an earlier version."""
+
+
 class TimingRecord(TypedDict):
     """Where the time of this node's slots went, over all agents that have run it so far.
 
@@ -198,7 +202,7 @@ class TimingRecord(TypedDict):
     wall_s: float
     seconds: dict[str, float]
     failures: int
-    reports: str
+    reports: Reports
     step_s: float | None
     slowest: SlowestRecord | None
     spare_threads: int
@@ -225,6 +229,7 @@ class JobTimingRecord(TypedDict):
     slots: int
     wall_s: float
     seconds: dict[str, float]
+    reports: Reports
     slowest: SlowestRecord | None
     late: LateRecord | None
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import Any, Final, cast
 
 from elaunch.errors import CheckpointError, JoinTimeoutError, StoreError
 from elaunch.runs.record import (
@@ -72,24 +73,16 @@ WATCHED_S: Final = 20.0
 """Seconds of such processes, together, from which something is said of them."""
 SILENT_S: Final = 60.0
 """Seconds that a run of one round may take without a verdict at its end."""
-START_S: Final = 10.0
-"""Seconds that a run may take with nothing worth knowing of where they went."""
 BY_REASON: Final = (CheckpointError.exit_code, StoreError.exit_code, JoinTimeoutError.exit_code)
 """Exit codes of ends for which no worker is to blame: the result has their reason."""
 REMEDIES: Final = {
-    "start": "--preload what the script imports, so that workers are forked with it",
     "save": "save(block=False) writes while the training goes on",
     "detect": "a shorter --hang-timeout finds a hang sooner",
-    "kill": "--sibling-grace is how long the others have to end",
+    "kill": "workers have --sibling-grace to end after a failure, else --shutdown-timeout",
     "nodes": "a lower MIN of --nnodes goes on with fewer, a spare node takes over at once",
 }
 """Advice that makes a class of time smaller, where there is some for any script."""
-_UNKNOWN: Final = {
-    "nothing": "the script reports nothing, so that its init, loads, saves, waits and steps done "
-    "again count as train",
-    "context": "the script reports no steps, so that its first step and steps done again count as "
-    "train",
-}
+UNKNOWN: Final = "not known: the script does not report its steps (ctx.train)"
 
 
 def seconds_between(cost: float, failure_s: float) -> float:
@@ -110,9 +103,20 @@ def expected_failure(failures: int, seconds: float) -> float:
     return (seconds + EARLY_S) / (failures + 1)
 
 
-def goodput(timing: TimingRecord) -> float:
-    """Return the share of the time that is kept as training, 0 to 1."""
-    return timing["seconds"].get("train", 0.0) / timing["wall_s"] if timing["wall_s"] > 0 else 0.0
+def goodput(record: Mapping[str, Any]) -> float | None:
+    """Return the share of the time that is kept as training, 0 to 1; None where nobody knows.
+
+    A script that does not report its steps may have waited all the time that it ran.
+    """
+    timing = record.get("job_timing") or record.get("timing")
+    if not timing or timing["wall_s"] <= 0 or timing.get("reports") != "steps":
+        return None
+    return float(timing["seconds"].get("train", 0.0) / timing["wall_s"])
+
+
+def classes(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the classes of time by name, as they are shown of a record."""
+    return CLASSES | ({} if goodput(record) is not None else {"train": "in the script"})
 
 
 def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
@@ -128,14 +132,13 @@ def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
     late = None if lateness is None else late_rank(lateness)
     before = timing["wall_s"] - record.get("lasted_s", timing["wall_s"])
     if job is not None:
-        for name in ("slots", "wall_s", "seconds", "slowest"):
-            timing = cast("TimingRecord", timing | {name: job[name]})
+        timing = cast("TimingRecord", timing | {k: one for k, one in job.items() if k in timing})
         late = job["late"]
     nodes = 1 if job is None else job["nodes"]
     alone = job is None and record.get("node_count", 1) > 1
-    if not current:
-        timing = timing | {"reports": "steps"}
-    yield "goodput", _goodput(timing, nodes, " of this node alone" if alone else "", before)
+    if current or timing["reports"] == "steps":
+        of = " of this node alone" if alone else ""
+        yield "goodput", _goodput(timing, goodput(record), nodes, of, before)
     yield "recoveries", _recoveries(record)
     if not current:
         return
@@ -143,14 +146,15 @@ def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
         yield "slowest rank", f"none stands out: {late_text(last_rank(lateness))}"
     else:
         yield "slowest rank", _slowest(timing, late, nodes)
-    yield "advice", _advice(record, timing, late)
+    if advice := _advice(record, timing, late):
+        yield "advice", advice
 
 
 def facts_of_job(job: JobTimingRecord) -> Iterator[tuple[str, str]]:
     """Yield names and values of a job that other nodes' records are not at hand of."""
-    timing = cast("TimingRecord", {**job, "reports": "steps"})
+    timing = cast("TimingRecord", job)
     if job["wall_s"] > 0:
-        yield "goodput", _goodput(timing, job["nodes"])
+        yield "goodput", _goodput(timing, goodput({"timing": job}), job["nodes"])
         if job["late"] is not None or job["slowest"] is not None:
             yield "slowest rank", _slowest(timing, job["late"], job["nodes"])
 
@@ -179,15 +183,14 @@ def late_text(late: LateRecord) -> str:
 
 
 def shown(record: Record) -> int:
-    """Return how many lines of its verdict a run prints that has ended: all, but of a short one.
+    """Return how many lines of its verdict a run prints that has ended: its result, and advice.
 
-    One of a single round prints nothing, as torchrun does; one that was not completed its result,
-    since torchrun's long table stands between that and the cause, and, if there was time for more
-    than its start, where that went.
+    One that was short, of a single round and completed prints nothing, as torchrun does; one that
+    was short and not completed its result.
     """
     if len(record["history"]) > 1 or _seconds(record) > SILENT_S:
-        return len(lines(record))
-    return (1 + (_seconds(record) > START_S)) if record["state"] != "COMPLETED" else 0
+        return 1 + ("advice" in dict(facts(record)))
+    return int(record["state"] != "COMPLETED")
 
 
 def _seconds(record: Record) -> float:
@@ -195,12 +198,13 @@ def _seconds(record: Record) -> float:
 
 
 def lines(record: Record) -> list[str]:
-    """Return the verdict on a run that has ended: its result, and :func:`facts`."""
+    """Return the verdict on a run that has ended: result, advice if there is any, other facts."""
     used = record["restarts"]["used"]
     result = f"{record['state']} after {duration(_seconds(record))}, {count(used, 'restart')}"
     if record["state"] == "FAILED" and (why := _headline(record)):
         result += f": {why} (elaunch why {shlex.quote(record['run_id'])})"
-    return [f"result: {result}", *(f"{name}: {value}" for name, value in facts(record))]
+    told = sorted(facts(record), key=lambda fact: fact[0] != "advice")
+    return [f"result: {result}", *(f"{name}: {value}" for name, value in told)]
 
 
 def _headline(record: Record) -> str:
@@ -219,7 +223,11 @@ def _headline(record: Record) -> str:
     return one_line(record["reason"] or "")
 
 
-def _goodput(timing: TimingRecord, nodes: int, of: str = "", before: float = 0.0) -> str:
+def _goodput(
+    timing: TimingRecord, share: float | None, nodes: int, of: str = "", before: float = 0.0
+) -> str:
+    if share is None:
+        return UNKNOWN
     wall = timing["wall_s"]
     others = {name: s for name, s in timing["seconds"].items() if name != "train"}
     named = [
@@ -229,10 +237,8 @@ def _goodput(timing: TimingRecord, nodes: int, of: str = "", before: float = 0.0
     ][:SHOWN]
     slots = count(timing["slots"], "slot") + (f" of {count(nodes)}" if nodes > 1 else of)
     earlier = f" ({duration(before)} in earlier starts)" if before > WORTH * wall else ""
-    text = f"{_percent(goodput(timing))} of {duration(wall)}{earlier} on {slots} is train"
-    text += f"; {', '.join(named)}" if named else ""
-    unknown = _UNKNOWN.get(timing["reports"])
-    return f"{text} ({unknown})" if unknown else text
+    text = f"{_percent(share)} of {duration(wall)}{earlier} on {slots} is train"
+    return f"{text}; {', '.join(named)}" if named else text
 
 
 def _percent(share: float) -> str:
@@ -243,13 +249,9 @@ def _recoveries(record: Record) -> str:
     known = sorted(r for one in record["history"] if (r := one["recovery_s"]) is not None)
     if not known:
         return "none is known here" if record["restarts"]["used"] else "none"
-    p50, p99 = _rank(known, 0.5), _rank(known, 0.99)
-    return f"{len(known)}, p50 {p50:.3f} s, p99 {p99:.3f} s"
-
-
-def _rank(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that ``share`` of all do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    if len(known) == 1:
+        return f"1, {known[0]:.3f} s"
+    return f"{len(known)}, median {median(known):.3f} s, longest {known[-1]:.3f} s"
 
 
 def _slowest(timing: TimingRecord, late: LateRecord | None, nodes: int) -> str:
@@ -263,7 +265,7 @@ def _slowest(timing: TimingRecord, late: LateRecord | None, nodes: int) -> str:
     if found is None:
         if timing["reports"] == "steps":
             return "not known: no two ranks of this node have reported more than 5 steps"
-        return "not known: the script reports no steps"
+        return UNKNOWN
     if not _stands_out(found):
         return f"none stands out: a step takes each {found['median_s']:.3g} s of its own"
     whose = "this node's ranks" if nodes == 1 else f"the ranks of {count(nodes)}"
@@ -280,25 +282,16 @@ def _paced(found: SlowestRecord) -> str:
 
 
 def _advice(record: Record, timing: TimingRecord, late: LateRecord | None) -> str:
+    """Return what to do about the time, or "": a run that its workers have failed needs a mend."""
+    if record["state"] == "FAILED" and timing["failures"]:
+        return ""
     return (
-        _advice_on_failure(record, timing)
-        or _advice_on_saves(record, timing)
+        _advice_on_saves(record, timing)
         or _advice_on_threads(timing)
         or _advice_on_loaders(timing)
         or _advice_on_rank(timing, late)
         or _advice_on_losses(timing)
-        or f"none: no class but train takes {100 * WORTH:.0f} % of the time"
     )
-
-
-def _advice_on_failure(record: Record, timing: TimingRecord) -> str:
-    """Return what a run needs before anything else that its workers' failures have ended."""
-    rounds = len(record["history"]) + record.get("rounds_left_out", 0)
-    if record["state"] != "FAILED" or not timing["failures"]:
-        return ""
-    failures = record["restarts"]["used"] + 1  # of this start of the run
-    of = "its only round" if rounds == 1 else f"{failures} of {rounds} rounds"
-    return f"mend the cause first: {of} failed, see `elaunch why {one_line(record['run_id'])}`"
 
 
 def _advice_on_saves(record: Record, timing: TimingRecord) -> str:

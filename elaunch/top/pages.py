@@ -183,8 +183,8 @@ def header(reading: TopReading) -> Text:
     text.append(f"  read at {moment(summary['read_at'], time.time())}")
     if reading.pace:
         text.append(f"  {reading.pace}", "cyan")
-    if (timing := summary.get("timing")) and timing["wall_s"] > 0:
-        text.append(f"  goodput {100 * verdict.goodput(timing):.1f} %")
+    if (share := verdict.goodput(summary)) is not None:
+        text.append(f"  goodput {100 * share:.1f} %")
     return text
 
 

@@ -74,7 +74,7 @@ def test_a_crash_and_a_resume(elaunch: Launcher, tmp_path: Path) -> None:
     said = re.findall(
         r"^elaunch \S+ (result|goodput|recoveries|slowest rank|advice): ", done.stderr, re.M
     )
-    assert said == ["result", "goodput", "recoveries", "slowest rank", "advice"]
+    assert said in (["result"], ["result", "advice"])
     assert re.search(r"^elaunch \S+ result: COMPLETED after .*, 1 restart$", done.stderr, re.M)
     for name, text in (
         ("goodput", " is train; "),
@@ -94,7 +94,7 @@ def test_a_script_that_tells_nothing_and_a_run_that_goes_on(
     failed = elaunch.run([*words, str(script), "3"])
     assert failed.returncode == 3 and "goodput" not in failed.stderr
     _, before, page = timing(elaunch, "goeson.1")
-    assert before["train"] >= 1.0 and "the script reports nothing" in page
+    assert before["train"] >= 1.0 and "not known: the script does not report its steps" in page
     assert elaunch.run([*words, str(script), "0"]).returncode == 0
     document, seconds, _ = timing(elaunch, "goeson.2")
     assert seconds["train"] >= before["train"] + 1.0

@@ -6,6 +6,7 @@ Real coordinators decide in tests/integration/test_nodes_hang.py.
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Absent, Present, View
 from elaunch.rendezvous.plan import LateRank, Node, NodeStatus, NodeTimes, Plan, RankPace
@@ -21,7 +22,7 @@ def times(slots: int, wall: float, train: float, late: LateRank | None = None) -
     """Return the times of a node whose rest is its start."""
     pace = RankPace(8 if late else 0, 0.5 if late else 0.25, 0.25)
     seconds = {"train": train, "start": wall - train}
-    return NodeTimes(slots, wall, seconds, late=late, pace=pace)
+    return NodeTimes(slots, wall, seconds, late=late, pace=pace, reports="steps")
 
 
 def test_means_are_over_all_slots() -> None:
@@ -58,6 +59,14 @@ def test_a_verdict_with_saves_needs_every_class() -> None:
     job = to_record(found)
     assert set(job["seconds"]) == set(verdict.CLASSES)
     assert sum(job["seconds"].values()) == pytest.approx(job["wall_s"])
+
+
+def test_one_node_that_reports_steps_is_enough() -> None:
+    """Rank 0 often is the only one that does."""
+    one, other = times(4, 9.0, 8.0), replace(times(4, 9.0, 8.0), reports="nothing")
+    for parts, reports in (([one, other], "steps"), ([other, other], "nothing")):
+        found = total(parts)
+        assert found is not None and found.reports == reports
 
 
 def test_the_verdict_is_on_all_nodes() -> None:

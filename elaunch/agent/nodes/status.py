@@ -286,4 +286,5 @@ def _is_stale(old: NodeTimes | None, new: NodeTimes | None) -> bool:
     if old is None or new is None:
         return False
     slow = [None if one.late is None else one.late.rank for one in (old, new)]
-    return slow[0] != slow[1] or new.wall_s >= old.wall_s + STALE_S
+    since = new.wall_s - old.wall_s
+    return slow[0] != slow[1] or old.reports != new.reports or since >= min(STALE_S, old.wall_s)

@@ -35,6 +35,7 @@ from elaunch.runs.record import (
     LoaderRecord,
     ProgressRecord,
     Record,
+    Reports,
     SlowestRecord,
     TimingRecord,
 )
@@ -44,6 +45,7 @@ SPANS: Final = 64
 """Segments of steps that are remembered; the two oldest become one."""
 FEWEST: Final = 5
 """Steps that a rank has made where its pace is judged."""
+_FIRST: Final = SPENT.index("first_step")
 _BETWEEN: Final = {Phase.STARTING: "start", Phase.FLUSHING: "save"}
 _OVER: Final = frozenset({Phase.FLUSHING, Phase.MEETING, Phase.ENDED, Phase.STARTING})
 
@@ -62,6 +64,8 @@ class SlotLife(Struct, frozen=True):
         page: its worker's page.
         resumed: the step that the round resumed from.
         steps: whether the script has ever reported steps.
+        first_step: the longest time that a worker has taken to the first step that it reported in
+            this round; one that reports none, as where only rank 0 does, has taken no longer.
     """
 
     begun: float
@@ -74,6 +78,7 @@ class SlotLife(Struct, frozen=True):
     page: Reading | None = None
     resumed: int = 0
     steps: bool = False
+    first_step: float | None = None
 
 
 def split(life: SlotLife) -> dict[str, float]:
@@ -112,6 +117,8 @@ def _of_page(page: Reading, worked: float, life: SlotLife) -> Iterator[tuple[str
     if page.first is None:
         if not life.steps:
             spent.pop("first_step", None)
+        elif life.first_step is not None:
+            spent["first_step"] = min(spent.get("first_step", 0.0), life.first_step)
     elif page.step is not None and page.step > page.first:
         # The first report may be of several steps, of which all but one were like those since.
         more = max(0, page.first - life.resumed - 1)
@@ -206,7 +213,7 @@ class Ledger:
         self._seconds = dict.fromkeys(verdict.CLASSES, 0.0)
         self._spans: list[TrainedSpan] = []
         self._round: _OpenRound | None = None
-        self._reports = "nothing"
+        self._reports: Reports = "nothing"
         self._step_s: float | None = None
         self._slowest: SlowestRecord | None = None
 
@@ -331,6 +338,9 @@ class Ledger:
             alone=alone,
             resumed=0 if checkpoint is None else checkpoint.step,
             steps=self._reports == "steps",
+            first_step=max(
+                (p.spent[_FIRST] for p in pages.values() if p.first is not None), default=None
+            ),
         )
         total: dict[str, float] = {}
         for k in range(slots):
@@ -424,6 +434,7 @@ def times_of_node(ledger: Ledger, hangs: HangWatch) -> NodeTimes | None:
         seconds={kind: seconds for kind, seconds in timing["seconds"].items() if seconds > 0},
         late=None if late is None else LateRank(**late),
         pace=None if slowest is None else RankPace(**slowest),
+        reports=timing["reports"],
     )
 
 

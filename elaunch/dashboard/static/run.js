@@ -128,7 +128,7 @@ function time(run) {
     }));
   const legend = h("ul", { class: "legend time-legend" }, named.map((name) => h("li", {}, h("i", { class: `t-${name}` }), `${run.time_classes[name]} `, h("b", {}, percent(part(name))))));
   const rows = [...(run.verdict ?? []).filter(([name]) => name !== "goodput"), ...(run.lateness ? [["comes last", late(run.lateness)]] : [])];
-  return [h("h2", {}, "Where the time went"), bar, legend, h("dl", { class: "said" }, rows.map(([name, text]) => h("div", { class: name === "advice" && !text.startsWith("none") ? "advice" : "" }, h("dt", {}, name), h("dd", {}, text))))];
+  return [h("h2", {}, "Where the time went"), bar, legend, h("dl", { class: "said" }, rows.map(([name, text]) => h("div", { class: name === "advice" ? "advice" : "" }, h("dt", {}, name), h("dd", {}, text))))];
 }
 
 function late({ ranks: [first], collectives, held, seconds, why }) {

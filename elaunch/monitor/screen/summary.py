@@ -102,7 +102,7 @@ class RunReader:
             "workers": [[row.get(name) for name in WORKER_FIELDS] for row in rows],
             "grid": list(_grid(document, view)),
             "failures": failures,
-            "time_classes": verdict.CLASSES,
+            "time_classes": verdict.classes(view.record),
             "verdict": list(verdict.facts(view.record, current=view.standing.written_at is None)),
             "attention": list(attention(document, failures, rows)),
         }

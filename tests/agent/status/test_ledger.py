@@ -136,6 +136,15 @@ def _zeros() -> dict[str, float]:
     return dict.fromkeys(("init", "load", "save", "wait", "section"), 0.0)
 
 
+def test_a_rank_that_reports_no_step_had_its_first_when_the_others_had() -> None:
+    """Many scripts report on rank 0 only; where nobody has reported yet, all are before it."""
+    silent = page(1.0, "first_step", 1.0)
+    life = SlotLife(0.0, 211.0, forked=0.0, page=silent, steps=True)
+    assert ledger.split(life)["first_step"] == 210.0
+    spent = ledger.split(replace(life, first_step=11.0))
+    assert (spent["first_step"], spent["train"]) == (11.0, 199.0)
+
+
 def test_nodes_that_are_missing_and_a_hang_have_their_class() -> None:
     """What has led to the wait for them belongs to it; a hang lasts from the last progress."""
     job = Job()
