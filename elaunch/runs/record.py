@@ -186,7 +186,7 @@ class LoaderRecord(TypedDict):
 
 
 Reports = Literal["", "nothing", "context", "steps"]
-"""What a script shows of itself, from the least on; "": not known, as of an earlier version."""
+"""Kinds of scripts by what they report, the least first; "": of an earlier version, not known."""
 
 
 class TimingRecord(TypedDict):
