@@ -25,7 +25,6 @@ agent       sweep               round, signum (0: none), grace (s), deadline (s)
 agent       fence               until: kill all workers when it has passed, unless a later comes;
                                 hold (s): stop them then, and kill them that much later
 agent       count_devices       kind, interpreter
-agent       compile_ahead       nothing: workers of the job compile, on other nodes
 server      ready               problem (text or null), unforkable (why it must not be forked any
                                 more, or "")
 server      warmed              problem (text or null), seconds, settings (variables that the script

@@ -195,8 +195,6 @@ class Server:
             self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
         elif op == "fence":
             self._fence, self._hold = message["until"], message["hold"]
-        elif op == "compile_ahead":
-            self._later.note_compiled_elsewhere()
         elif op == "count_devices":
             processes.die_with_parent()  # the lifeline is not read while torch is imported there
             count, problem = devices.count_in_fork(message["kind"], message["interpreter"])

@@ -254,7 +254,6 @@ class Later:
         self._settled_at = math.inf
         self._workers: dict[int, Mapping[str, str]] = {}  # pid → what it was started with
         self._finding: processes.ForkedCall | None = None
-        self._ahead = False
         self._stopped = False
         self._awaited: dict[int, tuple[str, ...]] = {}  # those of ANNOUNCED that no worker has sent
 
@@ -266,8 +265,7 @@ class Later:
     @property
     def due(self) -> float:
         """When to call :meth:`carry_out`, on the monotonic clock."""
-        seen = self._workers or self._ahead
-        if not self._modules or not seen or self._not_before is None:
+        if not self._modules or not self._workers or self._not_before is None:
             return math.inf
         return max(self._not_before, self._settled_at)
 
@@ -302,11 +300,6 @@ class Later:
             due = time.monotonic() + wait
             self._not_before = due if self._not_before is None else min(self._not_before, due)
             self._settled_at = min(self._settled_at, due)
-
-    def note_compiled_elsewhere(self) -> None:
-        """Import what compiling takes before any worker here does: workers of other nodes have."""
-        self._ahead = True
-        self.note_import(signal.SIGURG)
 
     def note_end(self, pid: int) -> None:
         """Forget a worker: nothing can be learnt from it any more."""

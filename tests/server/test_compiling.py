@@ -154,18 +154,6 @@ def test_a_worker_that_saves_makes_the_imports_due_when_it_has_set_its_variables
     assert later.due <= time.monotonic()
 
 
-def test_another_nodes_workers_compile() -> None:
-    """What that takes is imported before any worker runs here, unless nothing is to come later."""
-    later = Later()
-    later.plan([DYNAMO], None, 600.0)
-    later.note_compiled_elsewhere()
-    assert later.due < float("inf") and later._modules == [DYNAMO, *compiling.MODULES]
-    spawning = Later()
-    spawning.plan([], None, 600.0)
-    spawning.note_compiled_elsewhere()
-    assert spawning.due == float("inf")
-
-
 @pytest.mark.parametrize("kind", ["", "cuda", "hip"])
 def test_a_torch_for_devices_is_tried_in_a_fork(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """An import that opened a device here would take it from all workers."""

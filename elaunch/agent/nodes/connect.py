@@ -17,7 +17,6 @@ from elaunch.agent.hangs.elsewhere import OtherNodes
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
-from elaunch.agent.peers.compiled import CompilerCache
 from elaunch.agent.peers.directory import LocalCopies
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.peers.search import LocalSearch
@@ -26,7 +25,6 @@ from elaunch.agent.resume.latest import for_all_nodes
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.tempdir import compiler_caches
 from elaunch.checkpoint.records import Location
 from elaunch.checkpoint.search.locations import is_within
 from elaunch.config import Settings
@@ -71,7 +69,7 @@ def join(
     peers.start()
     stack.callback(peers.close)
     search, rests = _search(context, peers, saver.finisher)
-    world = World(_post(context, peers, group, saver.finisher), search, group.fence)
+    world = World(_post(context, peers, saver.finisher), search, group.fence)
     killed_in = directory.killed_in(settings.run_id, os.environ) if opener.hosts else None
     agreed = rules(settings, rendezvous, opener.hosts, killed_in)
     key = partial(_key_of, opener, settings.run_id)
@@ -170,24 +168,10 @@ def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Call
     return open_store
 
 
-def _compiled(context: RunContext, peers: Peers, group: WorkerGroup) -> CompilerCache:
-    rendezvous = context.settings.rendezvous
-    has_password = rendezvous is not None and rendezvous.etcd.password is not None
-    caches = compiler_caches(group.environ)
-    return CompilerCache(
-        peers,
-        caches,
-        lambda: bool(peers.secret) or has_password,
-        ahead=lambda: group.compiles,
-        prepare=group.compile_ahead,
-    )
-
-
 def _post(
-    context: RunContext, peers: Peers, group: WorkerGroup, finisher: DirectoryFinisher
+    context: RunContext, peers: Peers, finisher: DirectoryFinisher
 ) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
-    compiled = _compiled(context, peers, group)
     check = CheckpointCheck(context.settings.checkpoint_dir)
 
     def post(news: News) -> None:
@@ -197,7 +181,6 @@ def _post(
                 return
             finisher.enter(news.plan.job)
             peers.on_plan(news.plan, news.name)
-            compiled.on_plan(news.plan, news.name)
         context.post(news)
 
     return post

@@ -2,8 +2,7 @@
 
 They report shards to the agent that commits, bring shards and replicas from memory to memory, and
 with ``--checkpoint-local`` files from disk to disk: ``directory`` is a node's own, ``search`` asks
-all nodes for theirs. ``compiled`` brings a newcomer what the others have compiled. At a hang the
-agents are asked where their ranks are, too.
+all nodes for theirs. At a hang the agents are asked where their ranks are, too.
 """
 
-__all__ = ["compiled", "directory", "messages", "peers", "search"]
+__all__ = ["directory", "messages", "peers", "search"]

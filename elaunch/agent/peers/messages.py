@@ -36,15 +36,11 @@ request                                                 answer, beside ``ok``
                                                         files wanted, problem, format
 ``gather``: checkpoint, files, nodes                    nothing: all these files are here now
 ``file``: checkpoint, file                              ``size``, then the bytes, from the disk
-``compiled``: machine                                   ``files`` of TorchInductor's cache there:
-                                                        rows of root, path and size; ``ahead``
-``compiled file``: root, file                           ``size``, the bytes, a line ``signature``
 ``collectives``: round, whether one waits elsewhere     ``places`` of its ranks, at the time ``now``
 ``view``: of, …                                         what elaunch.agent.status.views has of it
 ======================================================  ==========================================
 
-The last but one is elaunch.agent.hangs.elsewhere's, the two before it are
-elaunch.agent.peers.compiled's, the six before them those of --checkpoint-local
+The last but one is elaunch.agent.hangs.elsewhere's, the six before it those of --checkpoint-local
 (elaunch.agent.peers.directory). Nothing is encrypted.
 """
 

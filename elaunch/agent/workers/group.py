@@ -335,10 +335,6 @@ class WorkerGroup:
         elif isinstance(turn.event, events.ServerWarmed):
             self.compiles = self.compiles or turn.event.compiles
 
-    def compile_ahead(self) -> None:
-        """Have the server import what compiling takes: workers of other nodes compile."""
-        self.server.send({"op": "compile_ahead"})
-
     def close(self) -> None:
         """End the server with all that is below it, and let go of what the workers found here."""
         self.server.close()
