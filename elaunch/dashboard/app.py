@@ -75,7 +75,7 @@ TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 STREAM: Final = "text/event-stream"
-KEPT_RUNS: Final = 4  # as many as a page compares
+KEPT_RUNS: Final = 4  # whose metrics are kept open; as many pages show different runs
 STACKS_S: Final = 5.0
 """Seconds between two readings of a job's stacks, however many pages ask."""
 

@@ -51,7 +51,7 @@ export class Chart {
     pen.fillRect(0, 0, picture.width, picture.height);
     pen.fillStyle = this.resolve(style, "--text");
     pen.font = `${14 * ratio}px system-ui, sans-serif`;
-    pen.fillText([title, ...new Set(this.data.curves.map(({ of }) => of).filter(Boolean))].join(" · "), 8 * ratio, 20 * ratio);
+    pen.fillText(title, 8 * ratio, 20 * ratio);
     pen.drawImage(canvas, 0, 30 * ratio);
     picture.toBlob((blob) => {
       const link = h("a", { href: URL.createObjectURL(blob), download: `${title.replaceAll(/[^\w.-]+/g, "-")}.png` });
@@ -102,14 +102,14 @@ export class Chart {
     const chosen = this.nearest(curves, up);
     for (const curve of curves) {
       const xs = curve.x.map((v) => this.place(v));
-      colour(curve.colour ?? "--accent");
+      colour("--accent");
       if (curve.low) {
         pen.globalAlpha = 0.18; pen.beginPath();
         xs.forEach((x, i) => pen.lineTo(x, up(curve.high[i])));
         for (let i = xs.length - 1; i >= 0; i--) pen.lineTo(xs[i], up(curve.low[i]));
         pen.fill();
       }
-      pen.globalAlpha = curves.length === 1 || curve === chosen?.curve ? 1 : curve.of ? 0.6 : 0.35;
+      pen.globalAlpha = curves.length === 1 || curve === chosen?.curve ? 1 : 0.35;
       pen.lineWidth = 1.5;
       this.line(pen, xs, curve.y.map(up));
       if (xs.length === 1) pen.fillRect(xs[0] - 2, up(curve.y[0]) - 2, 4, 4);
@@ -145,6 +145,6 @@ export class Chart {
   said({ curve, x, y, low, high }, axis, written, markers) {
     const marker = markers.find((m) => m[axis] !== null && m[axis] !== undefined && Math.abs(this.place(m[axis]) - this.place(x)) < 5);
     const who = curve.rank === null ? `median ${short(y)}, ${short(low)} to ${short(high)}` : `rank ${curve.rank}: ${short(y)}`;
-    return `${axis === "step" ? `step ${x}` : written(x)} · ${curve.of ? `${curve.of}, ` : ""}${who}${marker ? ` · ${marker.text}` : ""}`;
+    return `${axis === "step" ? `step ${x}` : written(x)} · ${who}${marker ? ` · ${marker.text}` : ""}`;
   }
 }

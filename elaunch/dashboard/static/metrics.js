@@ -1,9 +1,8 @@
 // The metrics of a run: a chart for each, of some ranks or of all in one, by step or by time.
-import { follow, get, h } from "./app.js";
+import { get, h } from "./app.js";
 import { Chart } from "./chart.js";
 
 const AGAIN_MS = 3000;
-const MOST = 3; // runs that are compared with this one
 
 export default function view(root, key) {
   const charts = new Map();
@@ -11,28 +10,12 @@ export default function view(root, key) {
   const ranks = h("input", { class: "short", placeholder: "all", "aria-label": "Ranks", onchange: () => load() });
   const button = (name) => h("button", { type: "button", "aria-pressed": String(name === axis), onclick: () => choose(name) }, `By ${name}`);
   const buttons = { step: button("step"), time: button("time") };
-  const others = new Map(), chips = h("span", {});
-  const compare = h("select", { "aria-label": "Compare with another run", onchange: () => beside(compare.value, compare.selectedOptions[0].textContent) });
-  const stop = follow("/api/runs", {}, ({ runs }) => {
-    const options = [["", "Compare with …"], ...runs.filter((run) => run.key !== key).slice(0, 200).map((run) => [run.key, run.name_shown])];
-    if (compare.childElementCount !== options.length) compare.replaceChildren(...options.map(([value, name]) => h("option", { value }, name)));
-  });
   const whole = h("button", { type: "button", hidden: true, onclick: () => zoomTo(null) }, "Show all");
   const note = h("p", { class: "quiet" }, "Reading …");
   const place = h("div", { class: "charts" });
-  root.append(h("div", { class: "bar" }, h("label", {}, "Ranks", ranks), buttons.step, buttons.time, whole, compare, chips,
+  root.append(h("div", { class: "bar" }, h("label", {}, "Ranks", ranks), buttons.step, buttons.time, whole,
     h("a", { href: `/api/csv?${new URLSearchParams({ run: key })}`, download: true }, "CSV")), note, place);
 
-  function beside(other, name) {
-    compare.value = "";
-    if (!other || others.has(other) || others.size === MOST) return;
-    const colour = [1, 2, 3].map((i) => `--other-${i}`).find((one) => ![...others.values()].some((taken) => taken.colour === one));
-    const chip = h("button", { type: "button", class: "chip", onclick: () => { others.delete(other); chip.remove(); load(); } }, name);
-    chip.style.color = `var(${colour})`;
-    others.set(other, { name, colour });
-    chips.append(chip);
-    choose("step"); // the times of two runs have nothing in common
-  }
   function choose(name) {
     axis = name;
     for (const [other, element] of Object.entries(buttons)) element.setAttribute("aria-pressed", String(other === name));
@@ -57,12 +40,7 @@ export default function view(root, key) {
         }
         const range = zoom ? { from: zoom[0], to: zoom[1] } : {};
         const { curves } = await get("/api/curves", { run: key, group, name, x: axis, ranks: ranks.value, ...range });
-        const mine = others.size ? curves.map((curve) => ({ ...curve, of: "this run" })) : curves;
-        for (const [other, { name: of, colour }] of axis === "step" ? others : []) {
-          const found = await get("/api/curves", { run: other, group, name, x: axis, ranks: ranks.value, ...range }).catch(() => ({ curves: [] }));
-          mine.push(...found.curves.map((curve) => ({ ...curve, of, colour })));
-        }
-        charts.get(id).show({ curves: mine, axis, zoom, markers: found.markers });
+        charts.get(id).show({ curves, axis, zoom, markers: found.markers });
       }));
     } catch (error) {
       note.textContent = error.message;
@@ -72,7 +50,7 @@ export default function view(root, key) {
   const woken = () => document.hidden || load();
   document.addEventListener("visibilitychange", woken);
   load();
-  return () => { stop(); stopped = true; clearTimeout(timer); document.removeEventListener("visibilitychange", woken); };
+  return () => { stopped = true; clearTimeout(timer); document.removeEventListener("visibilitychange", woken); };
 }
 
 function said({ metrics, torn, separate }) {
