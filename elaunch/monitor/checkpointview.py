@@ -320,8 +320,18 @@ def _metrics(entries: Sequence[ListedCheckpoint]) -> list[str]:
     names: dict[str, None] = {}
     for entry in reversed(entries):
         if entry.found is not None:
-            names.update(dict.fromkeys(entry.found.metrics))
+            names.update(dict.fromkeys(_once(entry.found.metrics)))
     return list(names)[:METRICS_SHOWN]
+
+
+def _once(metrics: Mapping[str, object]) -> dict[str, object]:
+    """Return metrics without those ``group.name`` that are there as ``name``, too."""
+    plain = {name: name.partition(".")[2] for name in metrics}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not (plain[name] in metrics and metrics[plain[name]] == value)
+    }
 
 
 def _number(value: object) -> str:
@@ -391,7 +401,7 @@ def _committed_facts(found: Committed) -> Iterator[tuple[str, str]]:
         yield "versions", ", ".join(f"{name} {value}" for name, value in versions.items())
     if isinstance(spent, Mapping) and spent:
         yield "took", ", ".join(f"{name} {_seconds(value)}" for name, value in spent.items())
-    for name, value in found.metrics.items():
+    for name, value in _once(found.metrics).items():
         yield f"metric {name}", _number(value)
     for name, value in found.metadata.items():
         yield f"metadata {name}", json.dumps(value, default=str)

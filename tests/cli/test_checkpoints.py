@@ -135,6 +135,27 @@ def test_what_is_not_good_is_listed_with_the_reason(command: Command, saves: Pat
     assert command("verify", saves, "step-00000110.r0")[0] == 1
 
 
+def test_a_metric_is_shown_once(command: Command, saves: Path) -> None:
+    """It is kept by its name, and by that of its group, for --checkpoint-keep-best."""
+    kept = {
+        "loss": 2.0,
+        "training.loss": 9.0,
+        "validation.loss": 2.0,
+        "lr": 0.1,
+        "training.lr": 0.1,
+    }
+    storage = PosixStorage(saves)
+    at = storages.stage(130, 0)
+    storages.write(storage, at)
+    storage.commit(at, lambda: None, {"metrics": kept})
+    told = command("ls", saves)[1]
+    head = next(line for line in told.splitlines() if "NAME" in line)
+    assert head.split()[7:] == ["loss", "training.loss", "lr"]
+    told = command("show", saves)[1]
+    assert "metric training.loss" in told and "validation.loss" not in told
+    assert json.loads(command("show", saves, "--json")[1])["metrics"] == kept
+
+
 def test_one_checkpoint(command: Command, saves: Path) -> None:
     """The newest without a name; its files and who wrote it; also as JSON."""
     code, told = command("show", saves)

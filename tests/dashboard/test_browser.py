@@ -197,6 +197,13 @@ def test_a_person_sees_for_which_rank_the_others_wait(elaunch: Launcher, tmp_pat
         running.wait()
 
 
+# The tables that go on beyond their side without a shadow there.
+HINTED = """[...document.querySelectorAll('.scroll')]
+  .filter(each => each.scrollWidth > each.clientWidth)
+  .filter(each => !getComputedStyle(each).backgroundImage.includes('gradient'))
+  .map(each => each.ariaLabel)"""
+
+
 def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: Path) -> None:
     """No serious fault for axe-core, light and dark; nothing to scroll sideways."""
     with watched(elaunch, tmp_path / "profile") as (job, browser, address):
@@ -208,6 +215,11 @@ def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: 
             page = browser.open(at.removesuffix("/") if name == "" else at)
             shown = {"runs": "td a", "": ".facts", "metrics": ".chart canvas", "logs": ".log div"}
             page.see(shown.get(name, "main h1"))
+            said = page.evaluate("document.querySelector('#run').innerText")
+            assert said == ("" if name == "runs" else "job")
+            if name == "checkpoints":
+                heads = page.wait("[...document.querySelectorAll('th')].map(th => th.innerText)")
+                assert [head for head in heads if "loss" in head] == ["loss"]
             if name != "stacks":  # read when its button is pressed
                 page.wait("document.querySelector('#pulse').innerText.startsWith('read at ')")
             if name == "stacks":
@@ -219,6 +231,8 @@ def test_every_page_is_accessible_and_fits_a_phone(elaunch: Launcher, tmp_path: 
                     page.resize(*size)
                     faults += [f"{name} {scheme} {size}: {one}" for one in page.faults()]
                     root = "document.documentElement"
+                    goes_on = page.evaluate(HINTED)
+                    faults += [f"{name} {size}: {one} has no hint" for one in goes_on]
                     too_wide = page.evaluate(f"{root}.scrollWidth - {root}.clientWidth")
                     if too_wide > 0:
                         faults.append(f"{name} {size}: {too_wide} pixels are off the side")

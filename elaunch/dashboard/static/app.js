@@ -118,7 +118,7 @@ function runsView(root, first) {
     redraw(root,
       h("h1", {}, "Runs"),
       h("p", { class: "quiet" }, runs.length
-        ? `${runs.length} kept on this machine, ${live} ${live === 1 ? "goes" : "go"} on`
+        ? `${runs.length} ${runs.length === 1 ? "run" : "runs"}, ${live} running`
         : "No run of this user is recorded here yet: elaunch run train.py begins one."),
       runs.length ? table(
         [["Run"], ["State"], ["Round", "number spare"], ["Restarts", "number spare"], ["Ranks", "number spare"],
@@ -149,6 +149,9 @@ async function route() {
   main.replaceChildren(root);
   pulse.textContent = since = "";
   document.title = key ? `${key} – elaunch` : "elaunch";
+  const named = document.getElementById("run");
+  named.textContent = kind === "run" ? decoded(key) : "";
+  named.href = kind === "run" ? `#/run/${encodeURIComponent(key)}` : "#/";
   tabs.replaceChildren(...(kind === "run" ? TABS : []).map(([name, text]) => h("a", {
     href: `#/run/${encodeURIComponent(key)}${name && "/" + name}`, "aria-current": name === page && "page",
   }, text)));
