@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -82,6 +83,19 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.NoSuchOption as error:
+            from elaunch.config.flags.table import FLAGS
+
+            spellings = [one for flag in FLAGS for one in flag.spellings]
+            if not any(one.startswith(error.option_name) for one in spellings):
+                raise
+            line = f"elaunch run {shlex.join(args)}"
+            why = f"{error.option_name} is a flag of 'elaunch run'; did you mean {line!r}?"
+            raise click.UsageError(why, ctx) from None
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -113,9 +127,10 @@ def execute(argv: Sequence[str]) -> int:
     try:
         code = cli.main(list(argv), prog_name="elaunch", standalone_mode=False)
     except click.ClickException as exc:
-        shown = io.StringIO()
-        exc.show(shown)
-        click.echo(_coded(bounded(shown.getvalue().rstrip()), UsageError.code), err=True)
+        ctx = exc.ctx if isinstance(exc, click.UsageError) else None
+        see = "" if ctx is None else f"; see {ctx.command_path} --help"
+        text = f"elaunch: error: {bounded(exc.format_message().rstrip('.'))}{see}"
+        click.echo(_coded(text, UsageError.code), err=True)
         return exc.exit_code
     except click.Abort:
         return INTERRUPTED

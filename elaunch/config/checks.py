@@ -279,6 +279,7 @@ def remarks(
     if answers["log-dir"] == NO_FILES and answers["tee"] and answers.said("tee"):
         # The agent logs the same about --redirects and the filters, for the ranks that it starts.
         found.append(f"--tee writes to the console only with --log-dir {NO_FILES}")
+    found += _behind(command)
     found += checkpoint.remarks(answers)
     found += _gpus(answers, environ)
     found += _unknown_variables(environ)
@@ -303,6 +304,22 @@ def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
         if when is not None and answers.said(flag.name) and answers[flag.name]:
             shown = f"--{flag.name} has no effect {when}".rstrip()
             yield f"{shown}: {flag.idle[when]}" if flag.idle[when] else shown
+
+
+def _behind(command: Command) -> Iterator[str]:
+    """Remark on a launcher's flag that stands behind the script, which gets it there."""
+    launches = ("nproc", "nnodes", "node-rank", "rdzv-", "max-restarts", "standalone")
+    for word in command.args if command.mode in ("script", "module") else ():
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name[2:].startswith(launches) and name[2:] in _NAMES:
+            yield (
+                f"{word} stands after the script, so {command.shown} gets it; flags of elaunch "
+                "come before the script"
+            )
+            return
+
+
+_NAMES: Final = frozenset(name for flag in table.FLAGS for name in (flag.name, *flag.aliases))
 
 
 def _gpus(answers: Answers, environ: Mapping[str, str]) -> Iterator[str]:

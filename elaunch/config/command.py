@@ -11,6 +11,7 @@ finders are asked part by part along the path that the worker will have.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ Mode = Literal["script", "module", "command", "run-path"]
 CALLER: Final = "elaunch.torchrun.worker"
 """The module that calls a function for a program (elaunch.torchrun.calls)."""
 _ELF: Final = b"\x7fELF"
+_OTHER_SCRIPT: Final = re.compile(rb"#!(?!.*python)")
+_MOST_READ: Final = 1 << 20
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _STDIN: Final = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 _OPEN_FILE = re.compile(r"/(dev|proc/self)/fd/\d+")
@@ -181,9 +184,22 @@ def _script(found: Command, start: Path, answers: Answers) -> None:
         raise UsageError(f"script {found.shown} may not be read by this user")
     if path.is_file():
         with open(path, "rb") as file:
-            if file.read(len(_ELF)) == _ELF:
-                what = "is a program, not a Python script"
-                raise UsageError(f"script {found.shown} {what}{_program_hint(found, 'it')}")
+            source = file.read(_MOST_READ)
+        what = "program" if source.startswith(_ELF) else ""
+        if _OTHER_SCRIPT.match(source) or path.suffix in (".sh", ".bash", ".zsh"):
+            what = "" if _is_parsed(source) else "shell script"
+        if what:
+            what = f"is a {what}, not a Python script"
+            raise UsageError(f"script {found.shown} {what}{_program_hint(found, 'it')}")
+
+
+def _is_parsed(source: bytes) -> bool:
+    """Whether it is Python after all: some scripts begin as one of the shell's."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _script_hint(found: Command, path: Path) -> str:
@@ -348,6 +364,14 @@ def _slip(name: str) -> str:
 def _nearest(part: str, done: list[str], path: Sequence[str]) -> str:
     import pkgutil
 
-    names = [info.name for info in pkgutil.iter_modules(list(path))]
-    near = values.nearest(part, names)
-    return f"; did you mean {'.'.join([*done, near])!r}?" if near else ""
+    # Among all that is installed something is always a little like the name.
+    near = ""
+    for entries, cutoff in (path if done else path[:1], 0.6), (path, 0.8):
+        names = [info.name for info in pkgutil.iter_modules(list(entries))]
+        near = near or values.nearest(part, names, cutoff=cutoff)
+    if near:
+        return f"; did you mean {'.'.join([*done, near])!r}?"
+    if done:
+        return ""
+    where = f"in {path[0]}, nor elsewhere on sys.path"
+    return f" {where}; go to the directory that contains {part!r}, or set PYTHONPATH to it"

@@ -256,7 +256,11 @@ def lines(found: RunCards) -> Iterator[str]:
         yield ""
     if card is None:
         known = explain.CAUSES.get(found.code)
-        yield "No round has failed on this node." if known is None else explain.part(known).rstrip()
+        yield (
+            "No round has failed on this node."
+            if known is None
+            else explain.part(known, plain=True).rstrip()
+        )
     else:
         yield card.text or f"The report of round {card.round} cannot be shown."
         if card.problem:

@@ -61,7 +61,10 @@ def resolve(words: str, environ: Mapping[str, str]) -> Target:
         raise UsageError(f"there is no directory {words!r}" if missing else f"{words!r} {why}")
     if os.path.isfile(path) and os.sep in words:
         raise UsageError(f"{words!r} is a file; give the directory that it is in")
-    return _run(words, environ)
+    try:
+        return _run(words, environ)
+    except UsageError as error:
+        raise UsageError(f"no directory {words!r}, and {error}", code=error.code) from None
 
 
 def listing(target: Target, environ: Mapping[str, str]) -> Listing:

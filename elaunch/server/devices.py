@@ -46,9 +46,7 @@ def count(kind: str) -> tuple[int | None, str | None]:
     if kind in named:
         module, what = named[kind]
         return (
-            (module.device_count(), None)
-            if module.is_available()
-            else (None, f"no {what} is there")
+            (module.device_count(), None) if module.is_available() else (None, f"no {what} found")
         )
     if kind == "auto":
         if torch.accelerator.is_available():

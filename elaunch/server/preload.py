@@ -156,6 +156,17 @@ def preload(
             sys.path.remove(path)
 
 
+def _hides(error: BaseException) -> str:
+    """Return the file beside the script that was imported for one of Python's modules, or ""."""
+    called = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    for name in sys.stdlib_module_names:
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        for file in (f"{sys.path[0]}/{name}.py", f"{sys.path[0]}/{name}/__init__.py"):
+            if file == loaded or file in called:
+                return file
+    return ""
+
+
 def _import(modules: Sequence[str], tried: bool) -> Preloaded:
     unforkable, threads = "", _threads()
     lost = not tried and _forks_lose_devices()
@@ -164,6 +175,9 @@ def _import(modules: Sequence[str], tried: bool) -> Preloaded:
             importlib.import_module(name)
         except BaseException as error:  # a module may raise anything, SystemExit included
             last = traceback.format_exception_only(type(error), error)[-1].strip()
+            if file := _hides(error):
+                hidden = f"{file} hides Python's own module of that name; rename it"
+                return Preloaded(f"--preload {name}: {last}; {hidden}")
             return Preloaded(
                 f"--preload {name}: {last} (in {sys.executable}); install it there, leave it out "
                 "(--preload none imports nothing), or use --start-method spawn"

@@ -56,6 +56,12 @@ def test_help_is_short_and_help_all_has_every_flag() -> None:
     [
         (["rnu"], "no command 'rnu'; did you mean 'run'?"),
         (["train.py"], "did you mean 'elaunch run train.py'?"),
+        (
+            ["--nproc-per-node", "2", "x.py"],
+            "--nproc-per-node is a flag of 'elaunch run'; did you mean "
+            "'elaunch run --nproc-per-node 2 x.py'?",
+        ),
+        (["--nproc=2", "x.py"], "did you mean 'elaunch run --nproc=2 x.py'?"),
         (["frobnicate"], "the commands are run, "),
         (["run", "--nproc-pr-node", "2", "x.py"], "--nproc-per-node"),
         (
@@ -75,7 +81,8 @@ def test_usage_errors_end_with_2(
     """One message on stderr, nothing on stdout, no traceback."""
     assert execute(args) == 2
     out, err = capsys.readouterr()
-    assert not out and message in err and "Traceback" not in err
+    assert not out and message in err and err.startswith("elaunch: error: ")
+    assert err.count("\n") == 1 and "elaunch explain E-" in err
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def test_modules_that_can_be_run(path: list[str], name: str, tmp_path: Path) -> 
         ("pkg.inner.dep", "did you mean 'pkg.inner.deep'?"),
         ("pkg.train.x", "pkg.train is a module, not a package"),
         ("pkg/train.py", "did you mean 'pkg.train'?"),
+        ("qqtrain.train", "was not found in /"),
+        ("qqtrain.train", "go to the directory that contains 'qqtrain', or set PYTHONPATH to it"),
         ("pkg.inner", "is a package without a __main__.py"),
         ("space.below", "is a package without a __main__.py"),
         ("a..b", "is not the name of a module"),

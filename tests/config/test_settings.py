@@ -338,11 +338,42 @@ def test_variables_that_are_nearly_a_flags_name_are_remarked_on(job: Job) -> Non
         ("-r 5:3 train.py", "--redirects names local rank 5"),
         ("--log-ranks 0,7 train.py", "--local-ranks-filter names local rank 7"),
         ("--restart-budget lifetime train.py", "--restart-budget has no effect"),
+        ("train.py --lr 1 --nproc_per_node 2", "--nproc_per_node stands after the script, so 't"),
+        ("train.py --rdzv-backend=c10d", "flags of elaunch come before the script"),
     ],
 )
 def test_what_has_no_effect_is_said(job: Job, line: str, notice: str) -> None:
     """Only when it was given."""
     assert notice in job.notices(line)
+
+
+def test_a_script_may_have_flags_of_its_own(job: Job) -> None:
+    """Also those that elaunch has too, and a program that is a launcher."""
+    assert job.notices("train.py --checkpoint-dir x --name y --env z -m --nproc-workers 2") == ""
+    assert "stands after" not in job.notices("--no-python true --nproc-per-node 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "refused"),
+    [
+        ("go.sh", "#!/bin/bash\necho hello\n", True),
+        ("go", "#!/usr/bin/env bash\necho hello\n", True),
+        ("go.sh", "echo hello\n", True),
+        ("train", "#!/usr/bin/env python3\nprint(1)\n", False),
+        ("broken.py", "echo hello\n", False),  # Python itself says what is wrong
+        ("both", '#!/bin/sh\n"exec" "python" "$0" "$@"\n', False),
+    ],
+)
+def test_a_shell_script_needs_no_python(job: Job, name: str, text: str, refused: bool) -> None:
+    """It is refused before anything starts; with --no-python it is a program."""
+    (job.directory / name).write_text(text)
+    (job.directory / name).chmod(0o755)
+    if refused:
+        told = f"script '{name}' is a shell script, not a Python script; to start it, use --no-py"
+        assert told in job.error(name)
+    else:
+        job.settings(name)
+    job.settings(f"--no-python ./{name}")
 
 
 def test_variables_of_the_cluster_make_no_notice(job: Job) -> None:

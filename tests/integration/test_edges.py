@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.watching import act, agent_lines, wait_for_workers
-from tests.launching import Launcher, wait_until
+from tests.launching import Launcher, wait_until, without_waits
 
 pytestmark = pytest.mark.slow
 
@@ -210,6 +210,23 @@ def test_a_module_beside_the_script_can_be_preloaded(elaunch: Launcher, tmp_path
     assert done.returncode == 2
     assert "--preload broken: ModuleNotFoundError: No module named 'nowhere_at_all'" in done.stderr
     assert "--start-method spawn" in done.stderr
+
+
+def test_a_module_beside_the_script_hides_one_of_pythons(elaunch: Launcher, tmp_path: Path) -> None:
+    """torch cannot be imported then; installing it anew would not help."""
+    script = tmp_path / "job" / "main.py"
+    script.parent.mkdir()
+    script.write_text("import torch\n")
+    hiding = script.with_stem("random")
+    hiding.write_text("VALUE = 7\n")
+    # By itself: what the tests fork has imported torch and its modules already.
+    done = elaunch.start_command(
+        ["env", sys.executable, "-m", "elaunch", "run", str(script)]
+    ).wait()
+    assert done.returncode == 2
+    (told,) = without_waits(done.stderr).splitlines()
+    assert f"{hiding} hides Python's own module of that name; rename it" in told
+    assert "install it" not in told
 
 
 def test_a_directory_without_anything_known_is_pointed_out(

@@ -41,7 +41,7 @@ def test_the_directory_is_made(elaunch: Launcher) -> None:
         ("--checkpoint-dir=/proc/ck", "--checkpoint-dir /proc/ck cannot be written on"),
         (
             "--nproc-per-node=gpu",
-            "--nproc-per-node gpu: no CUDA GPU is there; give a number, or cpu",
+            "--nproc-per-node gpu: no CUDA GPU found; give a number, or cpu",
         ),
     ],
 )

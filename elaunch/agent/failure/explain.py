@@ -452,26 +452,29 @@ def sentence(cause: Cause) -> str:
     return cause.cause.format(**_PLACEHOLDERS)
 
 
-def part(cause: Cause) -> str:
-    """Return what docs/errors.md says of a cause, as Markdown."""
+def part(cause: Cause, *, plain: bool = False) -> str:
+    """Return what docs/errors.md says of a cause, as Markdown or ``plain``."""
+    mark = "" if plain else "*"
     words = [sentence(cause)]
-    words += [f"*What to do*: {cause.fix.format(**_PLACEHOLDERS)}"] if cause.fix else []
-    words += [f"*In a message of elaunch itself*: {cause.start}"] if cause.start else []
+    words += [f"{mark}What to do{mark}: {cause.fix.format(**_PLACEHOLDERS)}"] if cause.fix else []
+    own = f"{mark}In a message of elaunch itself{mark}"
+    words += [f"{own}: {cause.start}"] if cause.start else []
     words += ["Another rank that ended or hung first is often behind it."] if cause.victim else []
     folded = [
         textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
         for text in words
     ]
-    return "\n\n".join([f"### {cause.code}", *folded, f"*Seen by*: {'; '.join(_seen(cause))}\n"])
+    seen = f"{mark}Seen by{mark}: {'; '.join(_seen(cause, '' if plain else '``'))}\n"
+    return "\n\n".join([cause.code if plain else f"### {cause.code}", *folded, seen])
 
 
-def _seen(cause: Cause) -> Iterator[str]:
+def _seen(cause: Cause, quote: str) -> Iterator[str]:
     if cause.text:
-        yield f"the text `` {cause.text} ``"
+        yield " ".join(filter(None, ("the text", quote, cause.text, quote)))
     if cause.ends:
         named = (end if isinstance(end, str) else f"exit code {end}" for end in cause.ends)
         yield " or ".join(named)
     if cause.seen:
         yield cause.seen
     if cause.command:
-        yield f"exit code {cause.command} of `elaunch run`"
+        yield f"exit code {cause.command} of {quote[:1]}elaunch run{quote[:1]}"

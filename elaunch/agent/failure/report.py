@@ -84,8 +84,8 @@ NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic
 MAX_RULE = 60
 MOST_LAST = 16
 """Ranks of which the text has what they reported last; the JSON has all."""
-MOST_VICTIMS = 16
-"""Ranks that failed afterwards of which the text has more than the number."""
+MOST_VICTIMS = 8
+"""Kinds of later failures of which the text has more than the ranks."""
 
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
@@ -260,14 +260,20 @@ def _next(report: FailureReport) -> Iterator[str]:
 def _others(report: FailureReport) -> Iterator[str]:
     if report.victims:
         yield "Failed by themselves afterwards:"
-    for failure in report.victims[:MOST_VICTIMS]:
-        after = f"{failure.ms_after_first:.0f} ms later"
-        yield f"  {_identity(failure.exit)} {failure.exit.how}, {after}"
-        if failure.message:
-            yield f"    {_first_line(failure.message, WIDTH - 4)}"
-        if failure.error and failure.error.problem:
-            yield f"    {failure.error.problem}"
-    if more := [failure.exit.rank for failure in report.victims[MOST_VICTIMS:]]:
+    similar: dict[tuple[str, ...], list[Failure]] = {}
+    for failure in report.victims:
+        said = [_first_line(failure.message, WIDTH - 4)] if failure.message else []
+        said += [failure.error.problem] if failure.error and failure.error.problem else []
+        similar.setdefault((failure.exit.how, *said), []).append(failure)
+    for (how, *said), them in list(similar.items())[:MOST_VICTIMS]:
+        who, after = _identity(them[0].exit), f"{them[0].ms_after_first:.0f}"
+        if len(them) > 1:
+            who = ranks(each.exit.rank for each in them)
+            after += f" to {them[-1].ms_after_first:.0f}"
+        yield f"  {who} {how}, {after} ms later"
+        yield from (f"    {line}" for line in said)
+    more = [each.exit.rank for them in list(similar.values())[MOST_VICTIMS:] for each in them]
+    if more:
         yield f"  … and {ranks(more)}"
     if report.stopped:
         alike: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}

@@ -75,7 +75,8 @@ def _chosen(
     rows = [row for row in reading.rows if everything or not row.superseded]
     if not rows:
         where = ", ".join(str(path) for path in reading.directories)
-        hint = "; --all shows superseded ones" if reading.rows else ""
+        hint = "; a script reports by ctx.train.report_metrics (docs/metrics.md)"
+        hint = "; --all shows superseded ones" if reading.rows else hint
         raise UsageError(f"nothing was reported in the run {run!r} ({where}){hint}")
     groups = sorted({row.place.group for row in rows})
     if group is not None and group not in groups:

@@ -101,11 +101,13 @@ def test_victims_and_stopped() -> None:
 
 def test_many_ranks_fit_on_a_page() -> None:
     """Of 2,000 ranks: those that ended alike together, and of the victims the first ones."""
-    victims = [left(rank, 1, FIRST.at + 1.0) for rank in range(100, 1000)]
+    victims = [left(rank, rank % 100, FIRST.at + 1.0) for rank in range(101, 200)]
+    victims += [left(rank, 1, FIRST.at + 1.0 + rank / 1e3) for rank in range(200, 1000)]
     stopped = [left(rank, -15, stopped=True) for rank in range(1000, 2000)]
     text = lines(FIRST, *victims, *stopped)
-    assert text[-2:] == ["  … and ranks 116-999", "Stopped by elaunch: ranks 1000-1999 (SIGTERM)"]
-    assert len(text) < 60 and max(map(len, text)) <= 200
+    assert text[-2:] == ["  … and ranks 109-199", "Stopped by elaunch: ranks 1000-1999 (SIGTERM)"]
+    assert "  ranks 101, 200-999 exited with code 1, 1000 to 1999 ms later" in text
+    assert len(text) < 25 and max(map(len, text)) <= 200
 
 
 def test_a_victim_that_was_noticed_first_points_at_the_other() -> None:

@@ -769,7 +769,7 @@ TABLE: dict[str, Row] = {
 UNCOUNTED, JOINING = Limits(0), Limits(0, meets=True)
 PROBED, COUNTED = events.DirectoryProbed(), events.DevicesCounted(2, None)
 UNUSABLE = events.DirectoryProbed("--checkpoint-dir /ck: it is full")
-NO_GPU = events.DevicesCounted(None, "--nproc-per-node gpu: no CUDA GPU is there")
+NO_GPU = events.DevicesCounted(None, "--nproc-per-node gpu: no CUDA GPU found")
 BEGINS = (StartRound(0, None), "first start")
 DRAIN = events.PreemptAsked("drain", print)
 FRESH: dict[str, Row] = {
