@@ -168,9 +168,7 @@ def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Call
     return open_store
 
 
-def _post(
-    context: RunContext, peers: Peers, finisher: DirectoryFinisher
-) -> Callable[[News], None]:
+def _post(context: RunContext, peers: Peers, finisher: DirectoryFinisher) -> Callable[[News], None]:
     """Return what takes the news of the rendezvous: plans that are not refused, and all else."""
     check = CheckpointCheck(context.settings.checkpoint_dir)
 
