@@ -15,8 +15,9 @@ another method than GET, HEAD  501
 since Kubernetes' probes come from the node, not from inside the pod: its clients learn the state
 and nothing more. Nothing can be changed through either.
 
-One thread for each port takes one request after another. A client has two seconds to send its
-request, so a silent or slow one delays the next but does not block it. Only the state needs the
+One thread for each port answers one request after another. A client has two seconds to send its
+request; meanwhile others are answered, and of more than MOST_WAITING the first ones are dropped.
+Only the state needs the
 loop: metrics are read from the run's record beside it.
 
 http.server takes 6 MB and 15 ms: an agent without these ports does not import this module.
@@ -28,10 +29,13 @@ import errno
 import io
 import json
 import logging
+import math
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, NamedTuple
@@ -44,6 +48,7 @@ from elaunch.text import host_port
 VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 REQUEST_S = 2.0
 MAX_REQUEST = 16 << 10
+MOST_WAITING = 64
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +108,7 @@ class HttpPort:
 
     def _serve(self) -> None:
         assert self._server is not None  # start() makes it
-        while not self._server.closed.is_set():
-            self._server.handle_request()
+        self._server.serve()
 
 
 class _Answers(NamedTuple):
@@ -115,8 +119,29 @@ class _Answers(NamedTuple):
     request_s: float
 
 
+@dataclass
+class _Waiting:
+    """A connection whose request is not complete."""
+
+    sock: socket.socket
+    address: Any
+    until: float
+    head: bytes = b""
+
+    def has_sent(self) -> bool:
+        """Read what there is; return whether there will be no more."""
+        try:
+            received = self.sock.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.head += received
+        return not received or b"\r\n\r\n" in self.head or len(self.head) >= MAX_REQUEST
+
+
 class _Server(HTTPServer):
-    """Takes connections from ``listener``, one after the other."""
+    """Answers who connects to ``listener``, in the order in which their requests are complete."""
 
     def __init__(self, listener: socket.socket, answers: _Answers) -> None:
         super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
@@ -124,6 +149,8 @@ class _Server(HTTPServer):
         self.socket = listener
         self.answers = answers
         self.closed = threading.Event()
+        self.head = b""
+        """What the client that is answered has sent."""
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Take a connection; a lasting error (too many open files) does not spin."""
@@ -133,6 +160,45 @@ class _Server(HTTPServer):
             if not self.closed.wait(0.0 if error.errno == errno.ECONNABORTED else 1.0):
                 _log.debug("http port: %s", error)
             raise
+
+    def serve(self) -> None:
+        """Answer whoever has sent a request, until the port is closed; drop the silent ones."""
+        waiting: dict[int, _Waiting] = {}
+        while not self.closed.is_set():
+            for client in [*waiting.values()]:
+                if client.until <= time.monotonic() or len(waiting) > MOST_WAITING:
+                    self.shutdown_request(waiting.pop(client.sock.fileno()).sock)
+            poller = select.poll()
+            for fd in (self.socket.fileno(), *waiting):
+                poller.register(fd, select.POLLIN)
+            left = min((client.until for client in waiting.values()), default=math.inf)
+            soon = None if left == math.inf else max(0.0, left - time.monotonic()) * 1000 + 1
+            for fd, _ in poller.poll(soon):
+                if fd != self.socket.fileno():
+                    if waiting[fd].has_sent():
+                        client = waiting.pop(fd)
+                        self.head = client.head
+                        client.sock.settimeout(self.answers.request_s)
+                        self._answer(client)
+                elif (accepted := self._accepted()) is not None:
+                    waiting[accepted.sock.fileno()] = accepted
+        for client in waiting.values():
+            self.shutdown_request(client.sock)
+
+    def _accepted(self) -> _Waiting | None:
+        try:
+            sock, address = self.get_request()
+        except OSError:
+            return None
+        sock.setblocking(False)
+        return _Waiting(sock, address, time.monotonic() + self.answers.request_s)
+
+    def _answer(self, client: _Waiting) -> None:
+        try:
+            self.process_request(client.sock, client.address)
+        except Exception:
+            self.handle_error(client.sock, client.address)
+            self.shutdown_request(client.sock)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log at debug level: the client is gone, too slow, or sent no HTTP."""
@@ -147,9 +213,9 @@ class _Request(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Read the request before it is parsed, with one deadline for all of it."""
+        """Take the request that was read; what a client does not read of a page is cut off."""
         super().setup()
-        self.rfile = io.BytesIO(_head(self.connection, self.server.answers.request_s))
+        self.rfile = io.BytesIO(self.server.head)
 
     def do_GET(self) -> None:
         """Answer with the state, or with the metrics."""
@@ -179,19 +245,6 @@ class _Request(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Log at debug level: probes come every few seconds."""
         _log.debug("http port: " + format, *args)
-
-
-def _head(connection: socket.socket, seconds: float) -> bytes:
-    deadline = time.monotonic() + seconds
-    head = b""
-    while b"\r\n\r\n" not in head and len(head) < MAX_REQUEST:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        received = connection.recv(4096)
-        if not received:
-            break
-        head += received
-    connection.settimeout(seconds)
-    return head
 
 
 def _listen(host: str | None, port: int) -> socket.socket:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.status.httpport import HttpPort
+from elaunch.agent.status.httpport import MOST_WAITING, HttpPort
 from elaunch.errors import UsageError
 from tests.integration.jobs import SPAWN
 from tests.integration.watching import act, wait_for_workers
@@ -234,3 +234,22 @@ def test_a_job_is_scraped(elaunch: Launcher) -> None:
     assert json.loads(request(port, "/healthz")[1])["state"] == "RUNNING"
     job.send_signal(signal.SIGTERM)
     job.wait()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["silent", "half a request"])
+def test_many_silent_clients_hold_up_no_probe(sent: bytes) -> None:
+    """Each may take a minute; a probe is answered at once, and the oldest of too many ends."""
+    with opened(running) as port, contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for _ in range(MOST_WAITING + 6)
+        ]
+        for client in clients:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(sent)
+        for _ in range(3):
+            assert request(port, "/health")[0] == 200
+        with contextlib.suppress(ConnectionError):
+            assert clients[0].recv(1) == b""
+        clients[-1].sendall((b"GET / HTTP/1.0\r\n\r\n")[len(sent) :])
+        assert clients[-1].recv(12) == b"HTTP/1.0 200"
