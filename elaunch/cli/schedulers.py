@@ -39,7 +39,7 @@ _AGAIN: Final = sorted(
     | {KILLED, 128 + 15}
 )
 """Exit codes after which another pod may do better; all others are the script's, or a mistake."""
-_VARIABLES: Final = ("$host:$port", "$SLURM_JOB_ID")
+_ENDPOINT: Final = "--rdzv-endpoint=$host:$port"
 
 Document = Mapping[str, Any]
 
@@ -302,9 +302,9 @@ TARGETS: Mapping[str, Callable[[ScheduledJob], str | list[Document]]] = {
 
 
 def _in_shell(word: str) -> str:
-    """Quote a word, but for the variables that the script sets."""
+    """Quote a word, but for the endpoint that the script sets, and Slurm's number at its end."""
     head, equals, tail = word.rpartition("=")
-    if tail not in _VARIABLES:
+    if tail != "$SLURM_JOB_ID" and word != _ENDPOINT:
         return shlex.quote(word)
     return f'{shlex.quote(head)}{equals}"{tail}"' if equals else f'"{tail}"'
 

@@ -276,8 +276,8 @@ def _holder(port: int) -> str:
     pid = _holder_pid(port)
     if pid is None:
         return " by a process that this user cannot see"
-    line = shortened(one_line(" ".join(_command(pid))), 60)
-    return f" by process {pid} ({line})" if line else f" by process {pid}"
+    name = shortened(one_line(_name(pid)), 60)  # its arguments may hold a secret
+    return f" by process {pid} ({name})" if name else f" by process {pid}"
 
 
 def may_be_agent(port: int) -> bool:
@@ -303,6 +303,16 @@ def _holder_pid(port: int) -> int | None:
             pid: int | None = connection.pid
             return pid
     return None
+
+
+def _name(pid: int) -> str:
+    import psutil
+
+    try:
+        name: str = psutil.Process(pid).name()
+    except psutil.Error:
+        return ""
+    return name
 
 
 def _command(pid: int) -> list[str]:

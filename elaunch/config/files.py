@@ -158,6 +158,11 @@ def _read_file(path: Path, private: bool) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a file")
         mode = stat.S_IMODE(status.st_mode)
+        if private and status.st_uid not in (0, os.geteuid()):
+            raise ValueError(
+                f"belongs to user {status.st_uid}, who may read and write it; "
+                f"do 'chown {os.geteuid()} {path}'"
+            )
         if private and mode & 0o066:
             raise ValueError(
                 f"has mode {mode:04o}: others than its owner may read or write it; "

@@ -244,7 +244,7 @@ def nproc(raw: str) -> str:
         return word
     if word.lower() == "cuda":
         raise ValueError("is not a device to count; did you mean 'gpu'?")
-    if word.lower() in NO_DEVICES:
+    if word.lower() in NO_DEVICES or nearest(word.lower(), sorted(NO_DEVICES), cutoff=0.8):
         raise ValueError("is neither a number nor a device to count")
     if word and re.fullmatch(r"[A-Za-z_]\w{,31}", word):
         # A name that is like none of the known ones may be an accelerator that a plug-in of torch

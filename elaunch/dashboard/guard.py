@@ -75,7 +75,8 @@ def peer_user(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     except OSError:
         return None
     found = (row.split() for row in rows if ends[0] in row)
-    return next((int(row[7]) for row in found if row[1:3] == ends), None)
+    # A socket that its process has closed has no inode any more, and root for its user.
+    return next((int(row[7]) for row in found if row[1:3] == ends and row[9] != "0"), None)
 
 
 def _kernel_form(family: socket.AddressFamily, host: str) -> str:

@@ -7,6 +7,7 @@ what it should be, is named with the reason.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -142,16 +143,19 @@ def _began(standing: Standing, failed: Collection[int]) -> Iterator[tuple[int, s
 
 
 def read_card(run: RunDir, number: int) -> Card:
-    """Read one round's report; whatever is in its files, this raises nothing."""
+    """Read one round's report; whatever is in its files, this raises nothing.
+
+    A link is not followed: the directory may be another user's, and lead to any file of ours.
+    """
     problems, document, text = [], None, ""
     path = run.report(number, "json")
     try:
-        document = files.parse_json(files.read_limited(path, MAX_BYTES), path.name)
+        document = files.parse_json(files.read_limited(path, MAX_BYTES, os.O_NOFOLLOW), path.name)
     except (CheckpointError, OSError) as error:
         problems.append(_problem(error, path.name))
     path = run.report(number, "txt")
     try:
-        text = files.read_limited(path, MAX_BYTES).decode(errors="replace")
+        text = files.read_limited(path, MAX_BYTES, os.O_NOFOLLOW).decode(errors="replace")
     except (CheckpointError, OSError) as error:
         problems.append(_problem(error, path.name))
     return Card(number, document, _without_table(text), "; ".join(problems))

@@ -121,7 +121,7 @@ def file_name(text: str) -> str:
 
 def read_file(path: Path) -> bytes:
     """Return what a file has; raise OSError where it is no regular file, or far too long."""
-    with open_regular(path) as file:
+    with open_regular(path, os.O_NOFOLLOW) as file:
         length = os.fstat(file.fileno()).st_size
         if length > MAX_FILE:
             raise OSError(errno.EFBIG, f"it has {size(length)}")

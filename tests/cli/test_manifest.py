@@ -184,6 +184,14 @@ def test_no_word_is_run_by_the_shell(tmp_path: Path) -> None:
     assert {f"--rdzv-id={run_id}", run_id} <= {*done.stdout.splitlines()}
 
 
+def test_a_variable_in_a_run_id_is_not_the_scripts() -> None:
+    """The shell leaves it as it is, in both places; Slurm's number of the job is filled in."""
+    script = TARGETS["slurm"](read([*TWO, "--rdzv-id=$host:$port", "train.py"], **OPTIONS))
+    assert isinstance(script, str)
+    assert "'--rdzv-id=$host:$port'" in script and "-- '$host:$port'" in script
+    assert '--rdzv-endpoint="$host:$port"' in script
+
+
 def test_a_run_id_that_looks_like_a_flag_is_asked_to_save() -> None:
     """By ``elaunch preempt``, which would take it for one of its own."""
     script = TARGETS["slurm"](read(["--rdzv-id=-x", "train.py"], **OPTIONS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -103,3 +105,21 @@ def test_any_text_is_an_endpoint_or_a_reason(text: str) -> None:
         assert str(exc).split()[0] in ("is", "has")
         return
     assert endpoints.split_all(",".join(host_port(*each) for each in found)) == found
+
+
+def test_a_holder_of_a_port_is_named_without_its_arguments() -> None:
+    """They may hold a secret: another user's, or one of this user's."""
+    code = (
+        "import socket\n"
+        "held = socket.create_server(('127.0.0.1', 0))\n"
+        "print(held.getsockname()[1], flush=True)\n"
+        "held.accept()\n"
+    )
+    argv = [sys.executable, "-c", code, "--password=hidden"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        port = int(holder.stdout.readline())
+        said = endpoints.why_not_free("127.0.0.1", port)
+        holder.kill()
+    assert said is not None and said.startswith(f"is in use by process {holder.pid} (")
+    assert "hidden" not in said and "-c" not in said

@@ -35,6 +35,15 @@ def test_a_secret_is_the_bytes_without_the_last_newline(
     assert files.secret(private(tmp_path / "s", content, mode)) == secret
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away, or read it then")
+def test_a_file_of_another_user_is_refused_with_its_owner(tmp_path: Path) -> None:
+    """Also for root, who could read it: its owner knows the secret."""
+    path = private(tmp_path / "s", b"abc")
+    os.chown(path, 12345, -1)
+    with pytest.raises(ValueError, match=r"belongs to user 12345, .*; do 'chown 0 "):
+        files.secret(path)
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602, 0o604])
 def test_a_file_of_others_is_refused_with_its_mode(tmp_path: Path, mode: int) -> None:
     """And with what to do."""

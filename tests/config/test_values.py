@@ -81,6 +81,7 @@ BAD = [
     ("nproc-per-node", "-1", "at least 1 worker"),
     ("nproc-per-node", "1.5", "is not a whole number"),
     ("nproc-per-node", "gpus", "did you mean 'gpu'?"),
+    ("nproc-per-node", "offx", "is neither a number nor a device to count"),
     ("nproc-per-node", "GPU", "did you mean 'gpu'?"),
     ("nproc-per-node", "cuda", "did you mean 'gpu'?"),
     ("nproc-per-node", "autos", "did you mean 'auto'?"),

@@ -85,6 +85,21 @@ def test_the_kernel_names_the_peers_user(family: socket.AddressFamily) -> None:
             assert peer_user((host, 1), address) is None
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_peer_that_has_closed_its_end_is_nobody(family: socket.AddressFamily) -> None:
+    """The kernel gives root as the user of such a socket, whoever has had it."""
+    host = "127.0.0.1" if family is socket.AF_INET else "::1"
+    with socket.create_server((host, 0), family=family) as listener:
+        address = listener.getsockname()[:2]
+        client = socket.create_connection(address)
+        name = client.getsockname()[:2]
+        with listener.accept()[0]:
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            client.close()
+            assert peer_user(name, address) is None
+        assert peer_user(name, address) is None
+
+
 def test_a_token_opens_it_once() -> None:
     """It becomes a cookie that no script can read, and leaves the address."""
     app = guarded(TOKEN, peer=lambda *_: None)

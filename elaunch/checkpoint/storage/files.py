@@ -21,10 +21,10 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, flags: int = 0) -> BinaryIO:
     """Open a regular file for reading; raise CheckpointError for a FIFO, device or directory."""
     try:
-        return files.open_regular(path)
+        return files.open_regular(path, flags)
     except files.NotRegularError:
         raise CheckpointError(f"not a regular file: {path.name}") from None
 
@@ -37,12 +37,14 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def read_limited(path: Path, limit: int) -> bytes:
+def read_limited(path: Path, limit: int, flags: int = 0) -> bytes:
     """Return the content of a regular file; raise CheckpointError if it is larger than ``limit``.
+
+    ``flags`` are more of those of ``os.open``.
 
     The size counts, not what is on the disk: a file of two hundred gigabytes may be one hole.
     """
-    with open_regular(path) as file:
+    with open_regular(path, flags) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path.name} is larger than {limit} bytes")
         return file.read()
