@@ -291,7 +291,15 @@ def open_for_reading(rendezvous: RendezvousSettings, run_id: str) -> Store:
     its_run_id, (host, port) = _host_identity(rendezvous)
     if its_run_id != run_id:
         raise no_such_job(run_id, f"the TCPStore at {host_port(host, port)}", (its_run_id,))
-    return client.connect(host, port, run_id, deadline=_patience(rendezvous))
+    key = records.key_of(rendezvous.secret, run_id)
+    store = client.connect(host, port, run_id, deadline=_patience(rendezvous), key=key)
+    if key is None:  # it may be one that is read from the store
+        try:
+            store.prove(_signing(rendezvous, run_id, store))
+        except StoreError:
+            store.close()
+            raise
+    return store
 
 
 def look(store: Store, secret: bytes | None) -> StoredJob:

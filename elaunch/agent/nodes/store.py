@@ -28,6 +28,7 @@ from elaunch.config import Settings, endpoints
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreClosed, StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.hosts import is_loopback
+from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import Rules
 from elaunch.store.etcd.cluster import RevisionHistory
 from elaunch.store.protocol import Store
@@ -181,8 +182,7 @@ class StoreOpener:
         """
         try:
             etcd = self._rendezvous.backend == "etcd"
-            store = self._open_etcd() if etcd else self._open_tcp()
-            self._settle_key(store)
+            store: Store = self._open_etcd() if etcd else self._open_tcp()
         except StoreUnreachable as error:
             self._log_waiting(error)
             if self._port_in_use:
@@ -191,18 +191,19 @@ class StoreOpener:
         self._waits_since = None
         return store
 
-    def _settle_key(self, store: Store) -> None:
+    def _settle_key(self, settle: Callable[[MungeKey], None], store: Store) -> None:
         """Share the key of ``store``, if MUNGE is to; closes it where that cannot be."""
-        if self._key is None or self._listening is not None:
+        if self._key is None:
             return
         try:
-            if self._rendezvous.backend == "etcd":
-                self._key.agree(store)
-            else:
-                self._key.read(store)
+            settle(self._key)
         except StoreError:
             store.close()
             raise
+
+    @property
+    def _signs(self) -> bytes | None:
+        return records.key_of(self.secret, self._run_id)
 
     def _refuse_other_job(self, problem: StoreUnreachable) -> None:
         """Give up where another job's store keeps the port of this machine."""
@@ -231,7 +232,7 @@ class StoreOpener:
 
         if self._listening is not None:
             listening, shared = self._listening.dup(), self._key.credential if self._key else b""
-            store = client.host(listening, self._run_id, shared=shared)
+            store = client.host(listening, self._run_id, shared=shared, key=self._signs)
             if settings.backend == "static":
                 self._publish_address()
             return store
@@ -240,9 +241,22 @@ class StoreOpener:
         if settings.backend == "static":
             host, port = self._read_address(host, port, self._attempt)
             moved = functools.partial(self._has_moved, (host, port))
-        return client.connect(
-            host, port, self._run_id, deadline=self._attempt, stop=self._closed, moved=moved
+        store = client.connect(
+            host,
+            port,
+            self._run_id,
+            deadline=self._attempt,
+            stop=self._closed,
+            moved=moved,
+            key=self._signs if self._key is None else None,
         )
+
+        def read(key: MungeKey) -> None:
+            key.read(store)
+            store.prove(self._signs)
+
+        self._settle_key(read, store)
+        return store
 
     def _open_etcd(self) -> Store:
         from elaunch.store.etcd import client as etcd
@@ -250,7 +264,9 @@ class StoreOpener:
 
         settings = self._rendezvous
         cluster = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
-        return etcd.connect(cluster, self._run_id, deadline=self._attempt, history=self._history)
+        store = etcd.connect(cluster, self._run_id, deadline=self._attempt, history=self._history)
+        self._settle_key(lambda key: key.agree(store), store)
+        return store
 
     def _publish_address(self) -> None:
         assert self._listening is not None  # hosts

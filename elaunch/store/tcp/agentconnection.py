@@ -13,13 +13,16 @@ no answer for ``timeout``   nobody_decides=False: it may be frozen or cut off, o
 another run id              nobody_decides=False: another job is there
 another boot                StoreReplaced: another coordinator is there, our entry is gone
 refused, hosted elsewhere   the same (``moved``)
+another secret              StoreDenied, as where one side has none
 ==========================  =====================================================================
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
+import secrets
 import threading
 import time
 from collections import deque
@@ -28,11 +31,22 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from elaunch.errors import StoreClosed, StoreReplaced, StoreUnreachable
+from elaunch.errors import StoreClosed, StoreDenied, StoreReplaced, StoreUnreachable
 from elaunch.store.protocol import Post
 from elaunch.store.tcp import messages
 from elaunch.store.tcp.connection import StoreTarget, handshake
-from elaunch.store.tcp.messages import HEAD, LONGEST_ANSWER, NEW_POST, ReadPlan, Request, SentPost
+from elaunch.store.tcp.messages import (
+    HEAD,
+    LONGEST_ANSWER,
+    LONGEST_UNPROVED,
+    NEW_POST,
+    NONCE,
+    Prove,
+    ReadPlan,
+    ReadShared,
+    Request,
+    SentPost,
+)
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
 
 AGAIN: Final = 0.02
@@ -40,6 +54,8 @@ AGAIN: Final = 0.02
 GLIMPSE: Final = 0.05
 """Seconds beyond its deadline that a thread leaves to the one that reads for it: after this process
 was frozen past it, the answer may be there."""
+
+_GIVE: Final = "give the same --rdzv-secret-file on all nodes"
 
 Found = TypeVar("Found")
 
@@ -167,6 +183,33 @@ class SharedConnection:
             self.post = Post(posted.version, posted.value, nodes)
 
 
+def prove(
+    connection: Connection, name: str, challenge: str | None, key: bytes | None, until: float
+) -> bool:
+    """Prove that we know the agents' secret, and have the host prove it; return whether that is so.
+
+    It is not where we have no ``key`` yet: what is shared can be read then. Raises StoreDenied
+    where the host has another one, or none, and what a connection raises.
+    """
+    if key is None:
+        return challenge is None
+    if challenge is None:
+        raise StoreDenied(f"the agent that hosts the {name} has no secret, this one has: {_GIVE}")
+    nonce = secrets.token_bytes(NONCE)
+    request = Prove(nonce, messages.proof(key, "client", challenge, nonce))
+    connection.send([messages.frame(request)], until)
+    first, length = messages.head(connection.read(HEAD, until))
+    if first != messages.MESSAGE or length > LONGEST_UNPROVED:
+        raise ForeignAnswer("something that is no store of elaunch answers")
+    try:
+        answer = messages.read_answer(connection.read(length, until), Prove)
+    except ValueError:
+        raise ForeignAnswer("something that is no store of elaunch answers") from None
+    if not hmac.compare_digest(answer, messages.proof(key, "host", challenge, nonce)):
+        raise StoreDenied(f"the agent that hosts the {name} has another secret: {_GIVE}")
+    return True
+
+
 class AgentConnection:
     """Asks the host of a store, over a new connection where one breaks.
 
@@ -175,6 +218,8 @@ class AgentConnection:
         timeout: seconds for one call, and for opening.
         connection: one that is open already.
         moved: called when nothing listens at the target; whether the store is hosted elsewhere now.
+        key: what the agents share as a secret, None for nothing; see :func:`prove`.
+        proved: whether ``connection`` may be used for more than reading what is shared.
     """
 
     def __init__(
@@ -183,8 +228,11 @@ class AgentConnection:
         timeout: float,
         connection: Connection,
         moved: Callable[[], bool] | None = None,
+        key: bytes | None = None,
+        proved: bool = True,
     ) -> None:
         self.target, self.timeout = target, timeout
+        self._key, self._proved = key, proved
         self.closed = threading.Event()
         self._moved = moved
         self._turn = threading.Lock()
@@ -193,7 +241,15 @@ class AgentConnection:
 
     def ask(self, request: Request) -> Any:
         """Return the answer to a request, which may be sent again; raises StoreUnreachable."""
-        return self._call(lambda line, until: line.ask(request, until))
+        return self._call(
+            lambda line, until: line.ask(request, until), isinstance(request, ReadShared)
+        )
+
+    def prove(self, key: bytes | None) -> None:
+        """Use the agents' secret from now on, which was not known when this was opened."""
+        if key is not None:
+            self._key, self._proved = key, True
+            self._line.cut()  # the next one begins with the proof
 
     def latest(self) -> Post | None:
         """Return the newest post, or None."""
@@ -221,8 +277,15 @@ class AgentConnection:
             if connection is not None:
                 connection.cut()
 
-    def _call(self, talk: Callable[[SharedConnection, float], Found]) -> Found:
-        """Return what ``talk(line, until)`` returns; it is called again after a break."""
+    def _call(
+        self, talk: Callable[[SharedConnection, float], Found], unproved: bool = False
+    ) -> Found:
+        """Return what ``talk(line, until)`` returns; it is called again after a break.
+
+        ``unproved``: it needs no secret.
+        """
+        if not (self._proved or unproved):
+            raise StoreDenied(f"the agents of the {self.target.name} have a secret: {_GIVE}")
         broken = math.inf
         while True:
             if self.closed.is_set():
@@ -261,6 +324,12 @@ class AgentConnection:
                         f"cannot reach the {target.name}: it was started anew and does not know "
                         "this agent"
                     )
+                challenge = identity.get("challenge")
+                try:
+                    self._proved = prove(connection, target.name, challenge, self._key, until)
+                except BaseException:
+                    connection.close()
+                    raise
                 self._line = SharedConnection(connection, self._line.nodes)
             return self._line
         finally:

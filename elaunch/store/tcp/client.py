@@ -13,7 +13,6 @@ StoreUnreachable with ``nobody_decides``.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import socket
@@ -22,9 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elaunch.errors import StoreClosed, StoreUnreachable
-from elaunch.store.protocol import Store
-from elaunch.store.tcp.agentconnection import AgentConnection
+from elaunch.errors import StoreClosed, StoreDenied, StoreUnreachable
+from elaunch.store.tcp.agentconnection import AgentConnection, prove
 from elaunch.store.tcp.connection import Address, StoreTarget, handshake, resolve, tcpstore_name
 from elaunch.store.tcp.host import HostedJob
 from elaunch.store.tcp.messages import PROTOCOL
@@ -42,17 +40,20 @@ FOREIGN_PATIENCE = 5.0
 """Seconds for which another job's store, or something else on the port, may be about to end."""
 
 
-def host(listening: socket.socket, run_id: str, *, shared: bytes = b"") -> Store:
+def host(
+    listening: socket.socket, run_id: str, *, shared: bytes = b"", key: bytes | None = None
+) -> TcpStore:
     """Host the store of the job ``run_id`` on a bound socket, which is owned from now on.
 
-    ``shared`` is what Store.shared is from the first moment. Raises StoreUnreachable where no
+    ``shared`` is what Store.shared is from the first moment, ``key`` what its clients must know to
+    use anything else; None: nothing. Raises StoreUnreachable where no
     descriptor is left.
     """
     name = tcpstore_name(*listening.getsockname()[:2])
     identity = {"elaunch": PROTOCOL, "run_id": run_id, "boot": secrets.token_hex(4)}
     job = HostedJob(shared)
     try:
-        return TcpStore(name, job, TcpServer(listening, job, json.dumps(identity).encode()))
+        return TcpStore(name, job, TcpServer(listening, job, identity, key))
     except OSError as error:
         listening.close()
         raise StoreUnreachable(f"the {name} cannot be hosted here: {error}") from None
@@ -67,13 +68,16 @@ def connect(
     timeout: float = CALL_TIMEOUT,
     stop: threading.Event | None = None,
     moved: Callable[[], bool] | None = None,
-) -> Store:
+    key: bytes | None = None,
+) -> TcpStore:
     """Connect to the store of the job ``run_id``, which another agent hosts or is about to.
 
     ``host`` is resolved anew at each attempt. Raises StoreUnreachable after ``deadline`` seconds,
     or sooner if something else is there to stay, and names what was tried; StoreClosed when
     ``stop`` is set meanwhile. ``timeout``: seconds for each call later. ``moved`` is called when
-    nothing listens there any more: whether the store is hosted at another address now.
+    nothing listens there any more: whether the store is hosted at another address now. ``key`` is
+    what the agents share as a secret; without it, of a store whose host has one only what is shared
+    can be read, and StoreDenied is raised for anything else, or for another key.
     """
     began, name = time.monotonic(), tcpstore_name(host, port)
     stopped = threading.Event() if stop is None else stop
@@ -83,8 +87,9 @@ def connect(
         now = time.monotonic()
         until = max(now + SHORTEST, min(now + CALL_TIMEOUT, began + deadline))
         try:
-            target, connection = _connect_once(host, port, run_id, until)
-            return TcpStore(name, AgentConnection(target, timeout, connection, moved))
+            target, connection, challenge = _connect_once(host, port, run_id, until)
+            proved = _proved(connection, name, challenge, key, until)
+            return TcpStore(name, AgentConnection(target, timeout, connection, moved, key, proved))
         except _MissError as miss:
             now = time.monotonic()
             foreign_since = min(foreign_since, now) if miss.foreign else math.inf
@@ -121,7 +126,7 @@ class _MissError(Exception):
 
 def _connect_once(
     host: str, port: int, run_id: str, until: float
-) -> tuple[StoreTarget, Connection]:
+) -> tuple[StoreTarget, Connection, str | None]:
     """Connect and make sure that it is this job's store; raises _MissError."""
     address, connection, identity = _handshake(host, port, until)
     if identity is None:
@@ -132,9 +137,23 @@ def _connect_once(
         problem = "another version of elaunch hosts it; all nodes need the same"
     else:
         target = StoreTarget(tcpstore_name(host, port), address, run_id, identity["boot"])
-        return target, connection
+        return target, connection, identity.get("challenge")
     connection.close()
     raise _MissError(problem, foreign=True)
+
+
+def _proved(
+    connection: Connection, name: str, challenge: str | None, key: bytes | None, until: float
+) -> bool:
+    """Prove that we know the secret; raises _MissError where nothing answers."""
+    try:
+        return prove(connection, name, challenge, key, until)
+    except (OSError, ForeignAnswer) as error:
+        connection.close()
+        raise _MissError(str(error)) from None
+    except StoreDenied:
+        connection.close()
+        raise
 
 
 def _handshake(

@@ -2,10 +2,11 @@
 
 The store's identity stands under the key ``elaunch``, outside of every job, as JSON::
 
-    {"elaunch": 2, "run_id": "job", "boot": "9f86d081"}
+    {"elaunch": 3, "run_id": "job", "boot": "9f86d081"}
 
 ``elaunch`` is the version of what its agents speak with it (elaunch.store.tcp.messages); ``boot`` a
 random id of the process that hosts it. ``store`` beside them is where the agents' store is instead.
+A ``challenge`` is there where the agents share a secret, which a client then proves that it knows.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def _read_identity(raw: bytes) -> dict[str, Any] | None:
         return None
     named = all(_is_line(identity.get(name)) for name in ("run_id", "boot"))
     named = named and ("store" not in identity or _is_address(identity["store"]))
+    named = named and ("challenge" not in identity or _is_line(identity["challenge"]))
     return identity if named else None
 
 

@@ -14,9 +14,9 @@ An entry is gone when it was not renewed for its ``ttl`` by the clock of :meth:`
 That clock counts at most STEP of the shortest ``ttl`` at a time, so that the host, after it was
 frozen itself, does not take everybody for dead: what had come by then is read first.
 
-Any process that reaches the port can enrol, and renew, replace and withdraw what others have
-enrolled. Only the host's own agent writes the plan. Records are authenticated by those who read
-them (elaunch.rendezvous).
+Without a secret any process that reaches the port can enrol, one entry for each connection, and
+renew, replace and withdraw what others have enrolled. Only the host's own agent writes the plan.
+Records are authenticated by those who read them (elaunch.rendezvous).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from elaunch.store.tcp.messages import (
     ReadMembers,
     ReadPlan,
     ReadShared,
+    RenewEntry,
     Request,
     SentPost,
     WithdrawEntry,
@@ -48,6 +49,12 @@ STEPS: Final = (0.04, 2.0)
 """The shortest and the longest such time, in seconds."""
 MOST_ENTRIES: Final = 20_000
 """Entries of members; more are refused."""
+SHORT_ENTRY: Final = 2048
+"""Bytes that an entry may always have: an agent's record has some hundred."""
+MOST_BYTES: Final = 20 * 1024 * 1024
+"""Bytes of all entries, above which none is longer than that. So all fit into one answer."""
+MOST_GONE: Final = 100_000
+"""Names of members that have gone which are remembered; they are not used again."""
 HERE: Final = math.inf
 """The number of the host's own agent among those that write: nobody comes after it."""
 
@@ -57,8 +64,10 @@ class MemberEntries:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._gone: set[str] = set()
-        self._unseen: dict[object, list[Change]] = {}
+        self.size = 0
+        """Bytes of all values."""
+        self._gone: dict[str, None] = {}
+        self._unseen: dict[object, dict[tuple[str, str], Change]] = {}
 
     def knows(self, name: str) -> bool:
         """Return whether ``name`` is or was a member."""
@@ -66,30 +75,33 @@ class MemberEntries:
 
     def put(self, name: str, value: bytes) -> None:
         """Write an entry."""
+        self.size += len(value) - len(self.values.get(name, b""))
         self.values[name] = value
         self._note(Change(name, value, "put"))
 
     def drop(self, name: str, cause: Literal["left", "expired"]) -> None:
         """Take an entry off for good."""
-        del self.values[name]
-        self._gone.add(name)
+        self.size -= len(self.values.pop(name))
+        self._gone[name] = None
+        if len(self._gone) > MOST_GONE:
+            del self._gone[next(iter(self._gone))]
         self._note(Change(name, None, cause))
 
     def read(self, reader: object) -> list[Change]:
         """Return what ``reader`` has not seen: at its first call, every entry that is there."""
         unseen = self._unseen.get(reader)
-        self._unseen[reader] = []
+        self._unseen[reader] = {}
         if unseen is None:
             return [Change(name, value, "put") for name, value in self.values.items()]
-        return unseen
+        return list(unseen.values())
 
     def forget(self, reader: object) -> None:
         """Keep no more changes for ``reader``; its next call is a first one."""
         self._unseen.pop(reader, None)
 
     def _note(self, change: Change) -> None:
-        for unseen in self._unseen.values():
-            unseen.append(change)
+        for unseen in self._unseen.values():  # of what was written twice, the newest
+            unseen[change.name, change.cause] = change
 
 
 @dataclass(slots=True)
@@ -117,6 +129,7 @@ class HostedJob:
         """Has the server's thread look at the post; must not block."""
         self._entries = MemberEntries()
         self._leases: dict[str, HostedLease] = {}
+        self._writers: dict[float, str] = {}  # the entry that each connection has written
         self._leader = ""
         self._nodes = 0, b"", b""  # since which version, the newest nodes, and those packed
         self._shared = shared
@@ -231,13 +244,17 @@ class HostedJob:
                 return self._shared
             case ReadPlan(after):
                 return self.post if self.post.version > after else SentPost(0, 0, b"", b"")
-        return self._renew(request.name)
+            case RenewEntry(name):
+                return self._renew(name)
+        raise ValueError(f"{type(request).__name__} is not asked of what a store holds")
 
     def _enrol(self, new: EnrolEntry, writer: float) -> bool:
         lease = self._leases.get(new.name)
         if lease is not None:  # an answer that was lost, or another agent's name
             return lease.owner == new.owner and self._put(new.name, new.value, writer)
         if self._entries.knows(new.name) or len(self._leases) >= MOST_ENTRIES:
+            return False
+        if not self._may_write(new.name, new.value, writer):
             return False
         heartbeat = messages.frame(messages.RenewEntry(new.name))
         lease = HostedLease(new.owner, new.ttl, self._now, heartbeat, writer)
@@ -252,9 +269,23 @@ class HostedJob:
         lease = self._leases.get(name)
         if lease is None or writer < lease.writer:  # what an earlier connection has left behind
             return False
+        if not self._may_write(name, value, writer):
+            return False
         lease.writer, lease.renewed = writer, self._now
         self._entries.put(name, value)
         self.changed.notify_all()
+        return True
+
+    def _may_write(self, name: str, value: bytes, writer: float) -> bool:
+        """Return whether a connection may write an entry, which is its only one then."""
+        before = len(self._entries.values.get(name, b""))
+        if len(value) > max(before, SHORT_ENTRY) and self._entries.size > MOST_BYTES:
+            return False
+        if writer != HERE and self._writers.get(writer, name) != name:
+            return False
+        if (lease := self._leases.get(name)) is not None:
+            self._writers.pop(lease.writer, None)
+        self._writers[writer] = name
         return True
 
     def _renew(self, name: str) -> bool:
@@ -264,7 +295,9 @@ class HostedJob:
         return lease is not None
 
     def _drop(self, name: str, cause: Literal["left", "expired"]) -> bool:
-        del self.heartbeats[self._leases.pop(name).heartbeat]
+        lease = self._leases.pop(name)
+        del self.heartbeats[lease.heartbeat]
+        self._writers.pop(lease.writer, None)
         self._entries.drop(name, cause)
         self.changed.notify_all()
         return True

@@ -14,10 +14,15 @@ request (0xE1)                            answer (0xE1), in the order of the req
 ``WithdrawEntry`` name                    whether it was there
 ``ReadMembers``                           name → seconds since the last renewal, value
 ``ReadShared`` offer                      the value that all share
+``Prove`` nonce, proof                    the host's proof; nothing where the client's is wrong
 ``ReadPlan`` after, known                 the newest ``SentPost`` if it is newer than the version
                                           ``after``, else one with the version 0; the connection
                                           then follows the plan
 ========================================  =========================================================
+
+Where the agents share a secret, the identity has a ``challenge``, and until a connection has proved
+that it knows the secret it may read what is shared and nothing more. Either side's proof is
+HMAC-SHA256 over who proves, the challenge and the client's nonce.
 
 A connection that follows the plan is sent each new version (0xE2), between answers; of several that
 come while it reads nothing, the newest. The nodes of a plan, which are the long part of it, are
@@ -30,21 +35,26 @@ Whatever is malformed ends the connection over which it came.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import struct
 import zlib
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL: Final = 2
-"""In the identity of a store; 1 was kept under the keys of a plain TCPStore."""
+PROTOCOL: Final = 3
+"""In the identity of a store; 1 was kept under the keys of a plain TCPStore, 2 had no proofs."""
 MESSAGE: Final = 0xE1
 NEW_POST: Final = 0xE2
 """First bytes of frames; those of TCPStore's requests are below 0x20."""
-LONGEST_ENTRY: Final = 1024 * 1024
+LONGEST_ENTRY: Final = 64 * 1024
+"""Bytes; an agent's record has no more (elaunch.rendezvous.records)."""
 LONGEST_REQUEST: Final = LONGEST_ENTRY + 1024
+LONGEST_UNPROVED: Final = 1024
+"""Bytes of a request by a client that has yet to prove that it knows the secret."""
 LONGEST_ANSWER: Final = 1 << 26
 """Bytes; the nodes of 16,384 agents are half a megabyte, their entries some."""
 TTL: Final = (0.05, 3600.0)
@@ -52,6 +62,7 @@ TTL: Final = (0.05, 3600.0)
 
 _HEAD: Final = struct.Struct("<BI")
 HEAD: Final = _HEAD.size
+NONCE: Final = 32
 NAME: Final = r"\A[A-Za-z0-9_.-]{1,64}\Z"
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME)]
 Entry: TypeAlias = Annotated[bytes, Meta(max_length=LONGEST_ENTRY)]
@@ -102,6 +113,13 @@ class ReadPlan(Struct, frozen=True, array_like=True, tag=7):
     known: int
 
 
+class Prove(Struct, frozen=True, array_like=True, tag=8):
+    """Prove that this client knows the agents' secret, and have the host prove it."""
+
+    nonce: Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+    proof: Annotated[bytes, Meta(max_length=64)]
+
+
 class SentPost(Struct, frozen=True, array_like=True):
     """A post as it is sent; ``since`` is 0 for one without nodes, which are packed."""
 
@@ -112,7 +130,7 @@ class SentPost(Struct, frozen=True, array_like=True):
 
 
 Request: TypeAlias = (
-    EnrolEntry | PutEntry | RenewEntry | WithdrawEntry | ReadMembers | ReadShared | ReadPlan
+    EnrolEntry | PutEntry | RenewEntry | WithdrawEntry | ReadMembers | ReadShared | ReadPlan | Prove
 )
 _ANSWERS: Final[dict[type[Request], Any]] = {
     EnrolEntry: bool,
@@ -122,10 +140,17 @@ _ANSWERS: Final[dict[type[Request], Any]] = {
     ReadMembers: dict[str, tuple[float, bytes]],
     ReadShared: bytes,
     ReadPlan: SentPost,
+    Prove: bytes,
 }
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 _answers: Final = {kind: msgspec.msgpack.Decoder(type=of) for kind, of in _ANSWERS.items()}
 _encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def proof(key: bytes, side: Literal["host", "client"], challenge: str, nonce: bytes) -> bytes:
+    """Return what shows that one side of a connection knows ``key``."""
+    stated = b"elaunch store " + side.encode() + challenge.encode() + nonce
+    return hmac.digest(key, stated, hashlib.sha256)
 
 
 def is_name(name: str) -> bool:

@@ -4,30 +4,48 @@ What is sent is in ``messages``, what the store holds in ``host``. All that has 
 served together; then what has expired is removed, and a new plan is sent to the connections that
 follow it.
 
-Any process that reaches the port can connect. What is malformed ends its connection, and so does a
-client that reads none of its answers. A client that does not follow the plan is ended after SILENT
-seconds without a byte; the kernel asks the others whether they are still there. While no descriptor
-is left, a client that connects waits; where there are nearly as many as the process may have, the
-most silent client ends for each that comes.
+Any process that reaches the port can connect. Where the agents have a secret, it may then read what
+they share, and prove that it knows the secret; whatever else it asks ends its connection. What is
+malformed does so, too. A client that has not read an answer gets no other one, and long answers are
+made one at a time. Where more than MOST_HELD is held for clients, the one with the most ends. A
+client that does not follow the plan is ended after SILENT seconds without a byte; the kernel asks
+the others whether they are still there. While no descriptor is left, a client that connects waits;
+where there are nearly as many as the process may have, the most silent client ends for each that
+comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
 import logging
 import resource
+import secrets
 import select
 import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Final
 
 from elaunch.store.tcp import messages, wire
 from elaunch.store.tcp.connection import IDENTITY
 from elaunch.store.tcp.host import HostedJob
-from elaunch.store.tcp.messages import HEAD, LONGEST_REQUEST, MESSAGE, NEW_POST, ReadPlan, SentPost
+from elaunch.store.tcp.messages import (
+    HEAD,
+    LONGEST_REQUEST,
+    LONGEST_UNPROVED,
+    MESSAGE,
+    NEW_POST,
+    Prove,
+    ReadMembers,
+    ReadPlan,
+    ReadShared,
+    SentPost,
+)
 from elaunch.store.tcp.wire import CHUNK, NONCE, PING, VALIDATE
 
 SILENT: Final = 30.0
@@ -36,6 +54,10 @@ LOOK_EVERY: Final = 1.0
 there was no descriptor for one."""
 _MOST_UNSENT: Final = 1 << 26
 """Bytes that a client may leave unread; the nodes of 16,384 agents are half a megabyte."""
+MOST_HELD: Final = 1 << 27
+"""Bytes that all clients together may leave unread, or have sent in part."""
+_LITTLE: Final = 4096
+"""Bytes up to which a client's part is not worth adding up."""
 _PART: Final = 256
 """Bytes that an answer takes beside its own while it is unsent."""
 _OWN_FILES: Final = 256
@@ -67,6 +89,10 @@ class _OtherProtocolError(_MalformedError):
     """A client of a TCPStore has sent what this store does not serve."""
 
 
+class _UnprovedError(_MalformedError):
+    """A client does not know the secret of the agents, and asks for what is theirs."""
+
+
 class _Client:
     """One connection: what it has sent and is to be sent, and what it knows of the plan.
 
@@ -79,19 +105,32 @@ class _Client:
         self.received = bytearray()
         self.unsent: deque[memoryview] = deque()
         self.size = 0  # of what is unsent
-        self.greeted = self.opened = self.follows = False
+        self.greeted = self.opened = self.follows = self.proved = False
+        self.challenge = ""
         self.version = self.nodes = 0
 
 
 class TcpServer:
-    """Serves ``job`` on a listening socket, which it owns, until it is closed."""
+    """Serves ``job`` on a listening socket, which it owns, until it is closed.
 
-    def __init__(self, listening: socket.socket, job: HostedJob, identity: bytes) -> None:
+    ``identity`` is what clients read first; ``key`` what they must know then, None for nothing.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        job: HostedJob,
+        identity: Mapping[str, object],
+        key: bytes | None = None,
+    ) -> None:
         self._listening, self._job = listening, job
-        self._identity = wire.sized(identity)
+        self._identity, self._key = identity, key
+        self._waiting: list[_Client] = []  # to be served in the next turn
+        self._made_long = False
         self._clients: dict[int, _Client] = {}
         self._accepted = 0
-        self._pauses = self._short = self._refused = False
+        self._pauses = self._short = False
+        self._refused: set[type[Exception]] = set()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(limit // 2, limit - _OWN_FILES) if limit > 0 else sys.maxsize
         self._look_at = 0.0
@@ -139,11 +178,17 @@ class TcpServer:
                 if job.closed:
                     return
                 now = job.tick()
-                for descriptor, events in ready:
-                    self._turn(descriptor, events, now)
+            self._made_long = False
+            waiting, self._waiting = self._waiting, []
+            for client in waiting:
+                if client.sock.fileno() in self._clients:  # it has not ended
+                    self._guarded(client, self._serve)
+            for descriptor, events in ready:
+                self._turn(descriptor, events, now)
+            with job.changed:
                 left = job.expire()
                 post = job.post
-            if self._send_to_some(post):
+            if self._send_to_some(post) or self._waiting:
                 left = 0.0
             if now >= self._look_at:
                 self._look(now)
@@ -156,15 +201,25 @@ class TcpServer:
             elif descriptor == self._woken.fileno():
                 self._woken.recv(CHUNK)
             return
-        try:
+
+        def exchange(client: _Client) -> None:
             if events & select.EPOLLOUT:
                 self._flush(client)
             if events & ~select.EPOLLOUT:
                 self._receive(client, now)
+
+        self._guarded(client, exchange)
+
+    def _guarded(self, client: _Client, work: Callable[[_Client], None]) -> None:
+        """Do ``work`` for a client; what it has done wrong ends its connection."""
+        try:
+            work(client)
+            if len(client.received) + client.size > _LITTLE:
+                self._bound()
         except BlockingIOError:
             return
-        except _OtherProtocolError:
-            self._refuse(client)
+        except (_OtherProtocolError, _UnprovedError) as error:
+            self._refuse(client, type(error))
         except (OSError, _MalformedError, ValueError, RecursionError):  # of msgspec, the last two
             self._drop(client)
 
@@ -208,17 +263,25 @@ class TcpServer:
             if not client.follows and now - client.heard >= SILENT:
                 self._drop(client)
 
-    def _refuse(self, client: _Client) -> None:
-        """End a client of another protocol; the first one is named."""
-        if not self._refused:
+    def _refuse(self, client: _Client, kind: type[Exception]) -> None:
+        """End a client of another protocol, or without the secret; the first one is named."""
+        if kind not in self._refused:
             with contextlib.suppress(OSError):
                 log.warning(
-                    "the agents' store refuses a client at %s that is none of this elaunch: "
-                    "torchrun, or another version of elaunch",
+                    "the agents' store refuses a client at %s that %s",
                     client.sock.getpeername()[0],
+                    "does not know the job's secret"
+                    if kind is _UnprovedError
+                    else "is none of this elaunch: torchrun, or another version of elaunch",
                 )
-                self._refused = True
+                self._refused.add(kind)
         self._drop(client)
+
+    def _bound(self) -> None:
+        """End the client for which the most is held, where that is too much altogether."""
+        clients = self._clients.values()
+        if sum(len(client.received) + client.size for client in clients) > MOST_HELD:
+            self._drop(max(clients, key=lambda one: len(one.received) + one.size))
 
     def _drop(self, client: _Client) -> None:
         if self._clients.pop(client.sock.fileno(), None) is not None:
@@ -227,12 +290,16 @@ class TcpServer:
     # ── what clients send ────────────────────────────────────────────────────────────────────────
 
     def _receive(self, client: _Client, now: float) -> None:
+        if len(client.received) > LONGEST_REQUEST:  # it has to read first what it was sent
+            if client.unsent:
+                self._poll.modify(client.sock, select.EPOLLOUT)
+            return
         data = client.sock.recv(CHUNK)
         if not data:
             raise ConnectionResetError
         client.heard = now
-        lease = self._job.heartbeats.get(data)
-        if lease is not None and client.opened and not client.received:
+        lease = self._job.heartbeats.get(data) if client.proved else None
+        if lease is not None and client.opened and not client.received and not client.unsent:
             lease.renewed = now
             self._send(client, _KEPT)
             return
@@ -257,29 +324,55 @@ class TcpServer:
         if len(received) < len(_ASKS):
             return False
         del received[: len(_ASKS)]
-        self._send(client, self._identity)
+        said = dict(self._identity)
+        if self._key is None:
+            client.proved = True
+        else:
+            said["challenge"] = client.challenge = secrets.token_hex(NONCE)
+        self._send(client, wire.sized(json.dumps(said).encode()))
         client.opened = True
         return True
 
     def _serve(self, client: _Client) -> None:
-        """Serve the requests that are there in full."""
+        """Serve the requests that are there in full, unless the client has answers to read."""
         received = client.received
-        while len(received) >= HEAD:
+        while len(received) >= HEAD and not client.unsent:
             first, length = messages.head(received)
             if first != MESSAGE:
                 raise _OtherProtocolError
-            if length > LONGEST_REQUEST:
-                raise _MalformedError
+            if length > (LONGEST_REQUEST if client.proved else LONGEST_UNPROVED):
+                raise _MalformedError if client.proved else _UnprovedError
             if len(received) < HEAD + length:
                 return
             request = messages.read_request(bytes(received[HEAD : HEAD + length]))
+            if isinstance(request, ReadMembers) and self._made_long:
+                self._waiting.append(client)
+                return
             del received[: HEAD + length]
-            answer = self._job.serve(request, client.number)
+            if isinstance(request, Prove):
+                self._send(client, messages.frame(self._checked(client, request)))
+                continue
+            if not client.proved:
+                if not isinstance(request, ReadShared):
+                    raise _UnprovedError
+                request = ReadShared(b"")  # it may not offer anything
+            with self._job.changed:
+                answer = self._job.serve(request, client.number)
+            self._made_long = self._made_long or isinstance(request, ReadMembers)
             if isinstance(request, ReadPlan) and isinstance(answer, SentPost):
                 client.follows, client.nodes = True, client.nodes or request.known
                 self._send(client, self._post_for(client, answer, MESSAGE))
             else:
                 self._send(client, messages.frame(answer))
+
+    def _checked(self, client: _Client, request: Prove) -> bytes:
+        """Return the host's proof, nothing where the client's own is wrong."""
+        key = self._key or b""
+        proof = messages.proof(key, "client", client.challenge, request.nonce)
+        if self._key is None or not hmac.compare_digest(proof, request.proof):
+            return b""
+        client.proved = True
+        return messages.proof(key, "host", client.challenge, request.nonce)
 
     # ── what they are sent ───────────────────────────────────────────────────────────────────────
 
@@ -337,3 +430,5 @@ class TcpServer:
         client.size = 0
         self._poll.modify(client.sock, select.EPOLLIN)
         self._send_newer(client, self._job.post)
+        if client.opened:
+            self._serve(client)

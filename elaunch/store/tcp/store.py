@@ -118,6 +118,11 @@ class TcpStore:
     def clear(self) -> None:
         """Do nothing: what the job wrote goes with the process that hosts it."""
 
+    def prove(self, key: bytes | None) -> None:
+        """Use the agents' secret, which was read from this store; the host has it already."""
+        if isinstance(self._job, AgentConnection):
+            self._job.prove(key)
+
     def close(self) -> None:
         """Close the connection, or end the store itself if it is hosted here."""
         self._closed.set()
