@@ -28,7 +28,7 @@ class Meetings(Protocol):
     settings: RendezvousSettings
     flags: list[str]
 
-    def open(self, run_id: str) -> Store:
+    def open(self, run_id: str, key: bytes | None = None) -> Store:
         """Return the store of one more agent of a job."""
 
     def forget(self, run_id: str) -> None:
@@ -63,9 +63,11 @@ class TcpMeetings(_Closing):
         self.settings = RendezvousSettings("c10d", (("127.0.0.1", self._cluster.port),))
         self.flags = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._cluster.port}"]
 
-    def open(self, run_id: str) -> Store:
+    def open(self, run_id: str, key: bytes | None = None) -> Store:
         """Return the host's own store first: only it can lead."""
         store, self._first = self._first, None
+        if store is not None and key is not None:
+            store = self._cluster.host_anew(run_id, key)
         return store or self._cluster.open(run_id)
 
     def forget(self, run_id: str) -> None:
@@ -87,7 +89,7 @@ class EtcdMeetings(_Closing):
         self.settings = RendezvousSettings("etcd", ((host, port),))
         self.flags = ["--rdzv-backend=etcd", f"--rdzv-endpoint={host}:{port}"]
 
-    def open(self, run_id: str) -> Store:
+    def open(self, run_id: str, key: bytes | None = None) -> Store:
         """Connect one more agent."""
         from elaunch.store.etcd import client as backend
 
@@ -129,7 +131,7 @@ class PlayedJob:
         self.stores: list[Store] = []
         members = []
         for number in range(1, nodes + 1):
-            store, name = meetings.open(run_id), f"{number:06x}"
+            store, name = meetings.open(run_id, self.secret), f"{number:06x}"
             store.enrol(name, encode(record(number), key_of(secret, run_id), name), TTL)
             self.stores.append(store)
             members.append(Node(name, f"node{number}", f"10.0.0.{number}", 2, "default"))
