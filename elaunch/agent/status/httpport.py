@@ -150,7 +150,7 @@ class _Server(HTTPServer):
         self.answers = answers
         self.closed = threading.Event()
         self.head = b""
-        """What the client that is answered has sent."""
+        """The request of the client that is being answered."""
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Take a connection; a lasting error (too many open files) does not spin."""
@@ -174,26 +174,25 @@ class _Server(HTTPServer):
             left = min((client.until for client in waiting.values()), default=math.inf)
             soon = None if left == math.inf else max(0.0, left - time.monotonic()) * 1000 + 1
             for fd, _ in poller.poll(soon):
-                if fd != self.socket.fileno():
-                    if waiting[fd].has_sent():
-                        client = waiting.pop(fd)
-                        self.head = client.head
-                        client.sock.settimeout(self.answers.request_s)
-                        self._answer(client)
-                elif (accepted := self._accepted()) is not None:
-                    waiting[accepted.sock.fileno()] = accepted
+                if fd == self.socket.fileno():
+                    accepted = self._accepted()
+                    waiting |= {one.sock.fileno(): one for one in accepted}
+                elif waiting[fd].has_sent():
+                    self._answer(waiting.pop(fd))
         for client in waiting.values():
             self.shutdown_request(client.sock)
 
-    def _accepted(self) -> _Waiting | None:
+    def _accepted(self) -> list[_Waiting]:
         try:
             sock, address = self.get_request()
         except OSError:
-            return None
+            return []
         sock.setblocking(False)
-        return _Waiting(sock, address, time.monotonic() + self.answers.request_s)
+        return [_Waiting(sock, address, time.monotonic() + self.answers.request_s)]
 
     def _answer(self, client: _Waiting) -> None:
+        self.head = client.head
+        client.sock.settimeout(self.answers.request_s)
         try:
             self.process_request(client.sock, client.address)
         except Exception:
