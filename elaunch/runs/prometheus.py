@@ -28,7 +28,8 @@ FAMILIES: Final = {
     "elaunch_run_step_max": "step of the rank that is furthest",
     "elaunch_run_checkpoint_step": "step of the newest commit",
     "elaunch_run_checkpoint_commits": "checkpoints that were committed",
-    "elaunch_run_goodput_ratio": "share of the time so far that is kept as training",
+    "elaunch_run_goodput_ratio": "share of the time so far that is kept as training; "
+    "absent until the script has reported a step",
     "elaunch_run_slot_seconds": "seconds of a slot by where they went; their sum is the wall time",
     "elaunch_run_failures": "rounds that failed",
     "elaunch_run_step_seconds": "seconds for a step, without waits and saves",

@@ -5,4 +5,4 @@ agent's end of it. ``group`` puts together what a round's workers are started wi
 socket, the variables, the output channels, a directory for temporary files.
 """
 
-__all__ = ["group", "links", "network", "server"]
+__all__ = ["group", "links", "network", "server", "tempdir"]

@@ -324,12 +324,12 @@ class TcpServer:
         if len(received) < len(_ASKS):
             return False
         del received[: len(_ASKS)]
-        said = dict(self._identity)
+        identity = dict(self._identity)
         if self._key is None:
             client.proved = True
         else:
-            said["challenge"] = client.challenge = secrets.token_hex(NONCE)
-        self._send(client, wire.sized(json.dumps(said).encode()))
+            identity["challenge"] = client.challenge = secrets.token_hex(NONCE)
+        self._send(client, wire.sized(json.dumps(identity).encode()))
         client.opened = True
         return True
 

@@ -109,7 +109,7 @@ def test_what_a_worker_has_said_on_stdout_only(tmp_path: Path) -> None:
     first = build("t.py", "h", 0, [silent], 0).first
     assert first.traceback[-2:] == ("E   assert 1 == 2", "1 failed")
     assert (first.traceback_from, first.message, first.explanation.code) == ("stdout", "", "")
-    shown = render_cause(build("t.py", "h", 0, [silent], 0))
+    shown = render(build("t.py", "h", 0, [silent], 0))
     assert "It wrote nothing to stderr. Last lines of its stdout:\n" in shown
     path.write_text("\n".join(TRACEBACK))
     assert build("t.py", "h", 0, [silent], 0).first.message == "ValueError: b"
