@@ -125,19 +125,20 @@ def play(directory: Path, name: str, condition_name: str, nodes: int) -> float:
     with job.ends:
         condition.prepare(job)
         job.start()
-        if event.do is lose_node and condition_name != "held":
+        loses = condition.loses_peer or event.do is lose_node
+        if loses and condition_name != "held":
             # Without --checkpoint-replicas a node takes what only its memory has with it.
             wait_until(lambda: open_storage(job.saves).listed(), what="step 2 is committed")
         condition.set_in(job)
         lifts = threading.Timer(condition.holds, condition.lift, (job,))
         lifts.start()
         job.ends.callback(lifts.join)
-        promised = 2 if event.do is lose_node else job.acked()
+        promised = 2 if loses else job.acked()
         began = time.monotonic()
         event.do(job)
         if event.goes_on:
             stop(job)
-        judged = job.agents[:1] if condition.loses_peer or event.do is lose_node else job.agents
+        judged = job.agents[:1] if loses else job.agents
         codes = [agent.wait().returncode for agent in judged]
         took = time.monotonic() - began
         said = "\n".join(agent.output("stderr") for agent in judged)

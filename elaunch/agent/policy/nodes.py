@@ -166,6 +166,8 @@ def on_tree_gone(state: State) -> Decision:
     """Report that nothing of the round is left here, and go on as the plan says."""
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
+        if state.notice is not None and _lost_another(state):
+            return Finish(PREEMPTED), f"preempted: {state.notice.reason}; to be continued"
         return requests.ended(state) if state.preempted else stopped(state.interrupted)
     if state.asked_in_round and not state.completed and not over and not state.limits.meets:
         return _asked_and_not_done(state)
@@ -176,6 +178,12 @@ def on_tree_gone(state: State) -> Decision:
     if state.completed:
         return at_rest(state, "all workers of this node ended with 0")
     return at_rest(state, "the workers of this node have ended")
+
+
+def _lost_another(state: State) -> bool:
+    """Whether another node was lost before the workers here could save, as they were asked to."""
+    plan = state.plan
+    return plan is not None and (plan.round, plan.cause) == (state.round, "lost")
 
 
 def _asked_and_not_done(state: State) -> Decision:
