@@ -25,7 +25,12 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     A FIFO that nobody writes to would make its reader wait for ever, and a device may never end.
     Raises OSError, NotRegularError for what is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not flags & os.O_NOFOLLOW:
+            raise
+        raise NotRegularError(errno.EINVAL, "it is a link", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")

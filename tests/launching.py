@@ -225,6 +225,16 @@ class Running:
         """Send a signal to the command itself."""
         self.process.send_signal(number)
 
+    def send_again(self, number: signal.Signals, until: Callable[[], object]) -> None:
+        """Send a signal again, until it counts: within a second it is the same request."""
+
+        def sent() -> object:
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+            return until()
+
+        wait_until(sent, what=f"a second {number.name} counts")
+
     def end(self) -> None:
         """Kill the command where it still runs."""
         if self.process.poll() is None:

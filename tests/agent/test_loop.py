@@ -44,7 +44,8 @@ def test_the_others_are_signalled_as_soon_as_they_were_looked_at(others: bool) -
         send_signal=lambda *_, **__: did.append("signalled"),
         server=SimpleNamespace(end_tree=end_tree),
     )
-    fakes: dict[str, Any] = dict.fromkeys(("links", "hangs", "saver"), SimpleNamespace())
+    fakes: dict[str, Any] = dict.fromkeys(("hangs", "saver"), SimpleNamespace())
+    fakes["links"] = SimpleNamespace(shielded=list)
     fakes["group"] = signal
     settings: Any = SimpleNamespace(
         nproc_per_node="2",

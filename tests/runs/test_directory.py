@@ -380,6 +380,7 @@ def test_a_record_that_would_never_end_is_not_read(tmp_path: Path, what: str) ->
     else:
         run.state_file.touch()
         os.truncate(run.state_file, 1 << 40)
-    problem = "it has 1.00 TiB" if what == "sparse" else "it is not a regular file"
+    problems = {"device": "it is a link", "pipe": "it is not a regular file"}
+    problem = problems.get(what, "it has 1.00 TiB")
     with pytest.raises(RunDirError, match=f"cannot read .*: {problem}"):
         run.read_state()

@@ -296,20 +296,20 @@ def test_at_once_by_force(ready: Ready) -> None:
 
 @pytest.mark.slow
 def test_politely_first(ready: Ready) -> None:
-    """Who ends by the signal is not killed, who does not is, when the grace is over."""
+    """Who does not end by the signal is killed when the grace is over; both are named."""
     with root(reaping(sleeping(ready), ignoring(ready))) as pid:
         ready.wait(2)
         swept, took = sweep(order(signal.SIGTERM, 2.0), pid)
         assert took >= 2.0
-        assert len(swept.outcome()["killed"]) == 1
+        assert len(swept.outcome()["killed"]) == 2
 
 
 def test_the_grace_ends_with_the_last_process(ready: Ready) -> None:
-    """Nobody is waited for who is gone."""
+    """Nobody is waited for who is gone; all are named."""
     with root(reaping(sleeping(ready), sleeping(ready))) as pid:
-        ready.wait(2)
+        born = ready.wait(2)
         swept, _ = sweep(order(signal.SIGTERM, 2 * PATIENCE), pid)
-        assert swept.outcome()["killed"] == []
+        assert {each for each, _ in swept.outcome()["killed"]} == {*born}
 
 
 def test_the_store_host_is_spared(ready: Ready) -> None:
@@ -320,7 +320,7 @@ def test_the_store_host_is_spared(ready: Ready) -> None:
         swept = Sweep(order(signal.SIGTERM), pid, lambda: hosts)
         hosts[0] = host
         step_to_the_end(swept)
-        assert [each for each, _ in swept.outcome()["killed"]] == [other]
+        assert other in [each for each, _ in swept.outcome()["killed"]]
         assert [process.pid for process in proc.descendants(pid)] in ([host], [])
 
 

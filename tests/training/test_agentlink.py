@@ -79,7 +79,7 @@ def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
     """In the order in which it did it, to the end."""
     link.start()
     agent.accept()
-    link.report_listening()
+    link.report_listening(shielded=True)
     link.report_notice(Notice("node b leaves", "resize"))
     link.ack("node b leaves", "resize")
     link.close()
@@ -89,7 +89,7 @@ def test_what_the_script_does_is_told(agent: Agent, link: AgentLink) -> None:
         told.append(line)
     notice = {"reason": "node b leaves", "kind": "resize"}
     assert told == [
-        {"op": "listens"},
+        {"op": "listens", "shielded": True},
         {"op": "knows", **notice},
         {"op": "ack", **notice},
         {"op": "detach"},
@@ -155,7 +155,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def go_on(link: AgentLink) -> None:
     """Do what a script does that goes on."""
     for _ in range(3):
-        link.report_listening()
+        link.report_listening(shielded=True)
         link.report_notice(Notice("x"))
         link.ack("x", "stop")
 
@@ -318,8 +318,8 @@ def test_a_fork_says_nothing_in_its_parents_name(agent: Agent, link: AgentLink) 
         link.close()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    link.report_listening()
-    assert agent.hear() == {"op": "listens"}
+    link.report_listening(shielded=True)
+    assert agent.hear() == {"op": "listens", "shielded": True}
 
 
 def test_a_worker_that_is_killed_is_seen_at_once(agent: Agent) -> None:

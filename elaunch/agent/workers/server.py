@@ -97,10 +97,7 @@ class WorkerServer:
         reader = threading.Thread(
             target=self._read, args=(channel,), name="server-reader", daemon=True
         )
-        try:
-            reader.start()
-        except RuntimeError as error:
-            raise ServerError(f"cannot read what the server reports: {error}") from error
+        reader.start()
         configure: Message = vars(self._plan) | {
             "op": "configure",
             "later_delay": LATER_DELAY,

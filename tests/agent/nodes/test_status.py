@@ -147,13 +147,8 @@ def test_a_failure_is_sent_with_its_age_and_once(
     [
         ((*RUNS, TERM), "stopped by SIGTERM", 143),
         ((events.ServerReady("--preload x: it fails"),), "--preload x: it fails", 2),
-        (
-            (*RUNS, DRAIN, exited(1, 7), exited(0, 1), gone()),
-            "rank 4 exited with code 7; no restart: drain",
-            7,
-        ),
     ],
-    ids=["told to go", "cannot start", "failed when told to go"],
+    ids=["told to go", "cannot start"],
 )
 def test_who_leaves_says_why_and_with_which_code(
     publisher: StatusPublisher,

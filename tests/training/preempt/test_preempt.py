@@ -597,7 +597,7 @@ def test_the_agents_notice_is_taken_and_acknowledged(agent: Agent) -> None:
     rank = linked(agent, 0, 1, 0, "job")
     agent.accept()
     assert rank.preempt.should_preempt() is False
-    assert agent.hear() == {"op": "listens"}
+    assert agent.hear()["op"] == "listens"
     assert rank.preempt.should_preempt() is False
     agent.say({"op": "attached"}, {"op": "preempt", "reason": "a node joins", "kind": "resize"})
     wait_until(lambda: rank.preempt.reason, LONG)
