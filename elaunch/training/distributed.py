@@ -356,6 +356,23 @@ def for_purpose(distributed: DistributedContext, purpose: str) -> DistributedCon
     return found
 
 
+def deliver(
+    distributed: DistributedContext, content: bytes | None, takes: bool, timeout: float | None
+) -> bytes | None:
+    """Bring what one rank gives to the ranks that take it; ALL ranks call it together.
+
+    Args:
+        distributed: the ranks.
+        content: what this rank gives; None on all ranks but one at most.
+        takes: whether this rank, which gives nothing, is to receive it.
+        timeout: seconds to wait for the others; None: the context's.
+
+    Returns None where nothing was given or nothing is taken. Raises what every call raises.
+    """
+    found = distributed._call("all", "deliver", (content, takes), timeout)
+    return found[0] if found else None
+
+
 def checked_timeout(timeout: float) -> float:
     """Return the seconds that a script gave; raise ContextError for what are none."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):

@@ -81,6 +81,26 @@ def test_every_call_gives_every_rank_what_it_promises(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "local_size", "machines"), SHAPES)
+def test_what_is_delivered_comes_to_those_that_take_it(
+    host: StoreHost, size: int, local_size: int, machines: bool
+) -> None:
+    """Whoever gives it, however large, to one, to all others or to none; or nobody gives."""
+
+    def work(channel: RankChannel, rank: int) -> None:
+        for giver in range(size):
+            for takers in ({(giver + 1) % size}, set(range(size)) - {giver}, set()):
+                for sent in (blob(giver), b"small", b""):
+                    given = (sent if rank == giver else None, rank in takers)
+                    found = channel.call("all", "deliver", given, PATIENCE)
+                    assert found == ([sent] if rank in takers else None)
+        assert channel.call("all", "deliver", (None, True), PATIENCE) is None
+        assert channel.call("all", "allgather", rank, PATIENCE) == list(range(size))
+
+    Ranks(host, size, local_size, machines).run(work).all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [False, True])
 def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: bool) -> None:
     """Nothing of one call is taken for the next."""

@@ -10,9 +10,11 @@ gather       all                         rank 0
 broadcast    rank 0                      all
 barrier      nobody                      nobody
 in_turn      all, whether they failed    all
+deliver      who has something           those that take it
 ===========  ==========================  =====================
 
-The ``_local`` forms are the same within the node, its chief in rank 0's place. A rank that could
+The ``_local`` forms are the same within the node, its chief in rank 0's place. What is delivered
+goes up to the root, and down only where a rank below takes it. A rank that could
 not pickle its object gives the reason instead, and every rank gets that: the call fails on all of
 them, and the next one works again.
 """
@@ -337,6 +339,7 @@ PLANS: Final = {
         CallPlan("broadcast", False, True, "all"),
         CallPlan("barrier", False, False, "nobody"),
         CallPlan("in_turn", True, True, "all"),
+        CallPlan("deliver", False, False, "takers"),
     )
 }
 
@@ -393,10 +396,14 @@ class Exchange:
         """
         own = self._own(obj)
         known = self._lead(own) if self._layout.chief is None else self._follow(own)
-        return self._objects(self._wanted(known, self._me == self._root), obj)
+        return self._objects(self._wanted(known, own, self._me == self._root), obj)
 
     def _own(self, obj: Any) -> list[Contribution]:
-        if not (self._plan.all_give or (self._plan.root_gives and self._me == self._root)):
+        if self._plan.gets == "takers":
+            obj, takes = obj
+            if obj is None:
+                return [Contribution(self._me, "takes", 0, ())] if takes else []
+        elif not (self._plan.all_give or (self._plan.root_gives and self._me == self._root)):
             return []
         try:
             packed = objects.attempt("its object cannot be pickled", lambda: objects.pack(obj))
@@ -406,10 +413,18 @@ class Exchange:
             return [Contribution(self._me, "error", len(text), (text,))]
         return [Contribution(self._me, "object", packed.size, packed.parts)]
 
-    def _wanted(self, known: list[Contribution], is_root: bool) -> list[Contribution]:
-        """Return what a rank needs of the entries: those with errors alone where there are any."""
+    def _wanted(
+        self, known: list[Contribution], theirs: list[Contribution], is_root: bool
+    ) -> list[Contribution]:
+        """Return which entries go to ranks whose own are ``theirs``: errors alone if there are any.
+
+        ``is_root``: they are the rank where all entries meet.
+        """
         gets = self._plan.gets == "all" or (self._plan.gets == "root" and is_root)
-        return [e for e in known if e.form == "error"] or (known if gets else [])
+        if self._plan.gets == "takers":
+            gets = any(entry.form == "takes" for entry in theirs)
+        found = [e for e in known if gets and e.form == "object"]
+        return [e for e in known if e.form == "error"] or found
 
     def _follow(self, own: list[Contribution]) -> list[Contribution]:
         """Give the own entry to the chief; return it and what comes down."""
@@ -426,9 +441,9 @@ class Exchange:
         known = own + [entry for entries in taken.values() for entry in entries]
         if self._everywhere and layout.parent is not None:
             known += self._from_above(layout.parent.rank, known, self._neighbours())
-        down = self._wanted(known, is_root=False)
         for link, entries in taken.items():
             theirs = {entry.rank for entry in entries}
+            down = self._wanted(known, entries, is_root=False)
             lacking = [entry for entry in down if entry.rank not in theirs]
             mesh.send([link], encode("down", {"call": self._call}, lacking))
         mesh.exchange(self._call, [], self._until)

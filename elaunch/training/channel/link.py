@@ -14,9 +14,9 @@ bye    {}                                  the sender has closed its context
 =====  ==================================  =========================================================
 
 A call is ``[scope, number, name]``, an entry ``[rank, form, size]``: form ``object`` is an object's
-bytes (objects.py), ``error`` is why this rank could not send one. The bytes of all entries follow
-their frame in pieces; between two of them an abort may come, which so need not wait for the end of
-a large object.
+bytes (objects.py), ``error`` is why this rank could not send one, ``takes`` has no bytes and says
+that this rank takes what is delivered. The bytes of all entries follow their frame in pieces;
+between two of them an abort may come, which so need not wait for the end of a large object.
 
 A link never waits: what cannot be sent at once is kept, what comes is made into frames; mesh.py
 waits for all links together.
@@ -45,7 +45,7 @@ Kind = Literal["up", "down", "piece", "abort", "bye"]
 KINDS: Final[tuple[Kind, ...]] = ("up", "down", "piece", "abort", "bye")
 LONGEST_TEXT: Final = 1 << 28
 LONGEST_DATA: Final = 1 << 36
-Form = Literal["object", "error"]
+Form = Literal["object", "error", "takes"]
 CHUNK: Final = 65536
 PIECE: Final = 1 << 20
 AT_ONCE: Final = 64
@@ -245,7 +245,7 @@ def _text(line: bytes) -> dict[str, Any]:
 
 def _is_entry(row: object) -> bool:
     match row:
-        case [int(), "object" | "error", int(size)]:
+        case [int(), "object" | "error" | "takes", int(size)]:
             return size >= 0
     return False
 

@@ -2,7 +2,8 @@
 
 With ``--checkpoint-local`` a node has the files of its own ranks. Before a checkpoint is read, each
 node's first rank lists which files it has whole, by their checksums; what all nodes have together
-must be complete; then each gets what it lacks from one that has it, in pieces, checked at the end.
+must be complete; then each node's first rank gets what the node lacks from one that has it, in
+pieces, checked at the end. No other rank receives any of it.
 (At the start of a round elaunch's agents do the same: elaunch.agent.peers.search.)
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +38,8 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import inside, open_regular, regular_size
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.callcontext import CallContext
-from elaunch.training.checkpoint.together import Step, together
+from elaunch.training.checkpoint.together import CHECKPOINT, Step, guarded, together
+from elaunch.training.distributed import deliver, for_purpose
 
 PIECE: Final = 16 << 20
 """Bytes of a file that travel at once."""
@@ -112,7 +115,8 @@ def _send(
     source, takes = ends
     path = inside(checkpoint, entry.path, "a manifest")
     with _step(call, timeout):
-        pieces = _pieces(call, source, path, entry.size, timeout)
+        content = _read(path) if call.rank == source else None
+        pieces = _pieces(call, content, takes, entry, timeout)
         try:
             if takes:
                 _put(checkpoint, entry, pieces)
@@ -122,17 +126,22 @@ def _send(
 
 
 def _pieces(
-    call: CallContext, source: int, path: Path, size: int, timeout: float | None
+    call: CallContext,
+    content: Iterator[bytes] | None,
+    takes: bool,
+    entry: FileEntry,
+    timeout: float | None,
 ) -> Iterator[bytes]:
-    """Yield the pieces of a file, which the rank ``source`` reads; an error of that comes last."""
-    own, problem = _read(path) if call.rank == source else iter(()), None
-    for _ in range(-(-size // PIECE)):
-        piece = b""
-        try:
-            piece = next(own, b"")
-        except OSError as error:
-            problem = error
-        yield call.distributed.allgather(piece, timeout)[source]
+    """Yield the pieces of a file that come to this rank; ``content``: where it reads them.
+
+    What goes wrong in reading is raised there at the end, when all ranks are through.
+    """
+    ranks, problem = for_purpose(call.distributed, CHECKPOINT), None
+    for _ in range(-(-entry.size // PIECE)):
+        piece = None
+        if content is not None and problem is None:
+            piece, problem = guarded(partial(next, content, b""), f"reading {entry.path}")
+        yield deliver(ranks, piece, takes, timeout) or b""
     if problem is not None:
         raise problem
 
