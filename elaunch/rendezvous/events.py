@@ -77,7 +77,9 @@ News = PlanSeen | CutOff | Rejoined | StillWaiting | StoreSilent | StoreBack | M
 
 
 class Open(Struct, frozen=True):
-    """Open the store (anew), and read the plan."""
+    """Open the store (anew) within ``seconds``, and read the plan."""
+
+    seconds: float
 
 
 class Enrol(Struct, frozen=True):

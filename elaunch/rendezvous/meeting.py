@@ -73,12 +73,13 @@ class World(Struct, frozen=True):
 class Meeting:
     """Owns this agent's membership in its job: the connection to the store, the entry, the threads.
 
-    ``secret`` returns what signs the records in the store that ``store_opener`` opened last.
+    ``store_opener`` opens the store within the seconds that it is given, or raises StoreError;
+    ``secret`` returns what signs the records in the store that it opened last.
     """
 
     def __init__(
         self,
-        store_opener: Callable[[], Store],
+        store_opener: Callable[[float], Store],
         rules: Rules,
         secret: Callable[[], bytes | None],
         world: World,
@@ -249,7 +250,7 @@ class Meeting:
     def _perform(self, task: Task) -> StoreError | None:
         try:
             if isinstance(task, Open):
-                self._reopen()
+                self._reopen(task.seconds)
                 return None
             store = self._store
             assert store is not None  # Open comes first
@@ -258,12 +259,12 @@ class Meeting:
             return exc
         return None
 
-    def _reopen(self) -> None:
+    def _reopen(self, seconds: float) -> None:
         with self._changed:
             old, self._store = self._store, None
         if old is not None:
             old.close()
-        store = self._open()
+        store = self._open(seconds)
         self._member.secret = self._secret()
         try:
             post = store.latest()

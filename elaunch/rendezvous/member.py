@@ -67,6 +67,8 @@ RENEWALS = 6
 NO_LEADER = 2.0
 """Seconds that an etcd takes to elect a leader, in which no renewal is answered."""
 RETRY_FIRST, RETRY_MOST = 0.05, 0.25
+SHORTEST = 0.5
+"""Seconds that even the last attempt to open the store has, so that it can say what is there."""
 REFUSING = 5.0
 """Seconds in which an agent has to find one plan that it can read: another process may have written
 others, which the coordinator's next one replaces."""
@@ -168,9 +170,9 @@ class MemberState:
         if now < self._retry_at:
             return Idle(self._retry_at)
         if self._withdrawing or self._stale_entry:
-            return Withdraw() if self._opened else Open()
+            return Withdraw() if self._opened else self._opening(now)
         if not self._opened:
-            return Open()
+            return self._opening(now)
         if not self.name:
             if self._ever_joined:
                 self._seq += 1
@@ -420,6 +422,9 @@ class MemberState:
     def _limit(self) -> float:
         """For how many seconds this agent goes on without the store."""
         return self._rules.store_timeout if self._ever_joined else self._rules.join_timeout
+
+    def _opening(self, now: float) -> Open:
+        return Open(max(SHORTEST, self._last_answer + self._limit - now))
 
     def _give_up_if_overdue(self, now: float) -> list[Effect]:
         problem = self._overdue.overdue(now, self._last_answer, self._limit)

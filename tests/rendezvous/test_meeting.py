@@ -25,10 +25,10 @@ def test_the_plan_of_a_new_store_is_not_taken_for_one_of_the_old() -> None:
     stores = [hub.store() for hub in hubs]
     opened = iter(stores)
     world = World(lambda news: None, lambda search: SearchResult(), lambda until, hold: None)
-    meeting = Meeting(lambda: next(opened), Rules(1, 2), lambda: None, world)
-    meeting._reopen()
+    meeting = Meeting(lambda seconds: next(opened), Rules(1, 2), lambda: None, world)
+    meeting._reopen(6.0)
     assert meeting._next_post(stores[0]) == hubs[0].post
-    meeting._reopen()
+    meeting._reopen(6.0)
     hubs[1].post = Post(2, b"newer")
     with pytest.raises(StoreClosed):
         meeting._next_post(stores[0])

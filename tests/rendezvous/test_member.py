@@ -134,7 +134,7 @@ def test_a_job_is_gone_on_with_where_etcd_has_lost_its_memory() -> None:
     member.done(member.next(0.6), 0.6, 0.6, StoreReplaced("its revision is 3 and was 9"))
     assert isinstance(member.next(0.6), Open)
     member.opened("etcd at h1:2379", post(3, Plan("job", 2, "running")))
-    member.done(Open(), 0.6, 0.6, None)
+    member.done(Open(6.0), 0.6, 0.6, None)
     task = member.next(0.6)
     assert isinstance(task, Enrol)
     seen = records.decode_agent(task.value, None, task.name).seen

@@ -157,11 +157,13 @@ def _key_by_munge(
     return MungeKey(run_id) if launchers.find(environ) is launchers.SLURM else None
 
 
-def _store_opener(opener: StoreOpener, peers: Peers, group: WorkerGroup) -> Callable[[], Store]:
+def _store_opener(
+    opener: StoreOpener, peers: Peers, group: WorkerGroup
+) -> Callable[[float], Store]:
     """Return what opens the store and gives its secret to peers and workers, before any plan."""
 
-    def open_store() -> Store:
-        store = opener.open()
+    def open_store(seconds: float) -> Store:
+        store = opener.open(seconds)
         peers.secret = group.secret = opener.secret
         return store
 

@@ -44,7 +44,7 @@ END_MARGIN = 10.0
 """Seconds beyond all graces for a node to report that its round has ended."""
 ATTEMPT = 6.0
 """Seconds of one attempt to get to the store; longer than FOREIGN_PATIENCE."""
-PROBE_DEADLINE = 2.0
+SHORTEST_PROBE, PROBE_DEADLINE = 1.0, 2.0
 LOOK_AGAIN = 0.2
 
 log = logging.getLogger("elaunch")
@@ -175,14 +175,14 @@ class StoreOpener:
             "endpoint"
         )
 
-    def open(self) -> Store:
-        """Return a store of this job, after ATTEMPT seconds at most, and those of MUNGE.
+    def open(self, seconds: float = ATTEMPT) -> Store:
+        """Return a store of this job, after ``seconds`` or ATTEMPT at most, and those of MUNGE.
 
         Raises StoreUnreachable, StoreDenied, StoreClosed. How often to try is the caller's.
         """
         try:
-            etcd = self._rendezvous.backend == "etcd"
-            store: Store = self._open_etcd() if etcd else self._open_tcp()
+            etcd, seconds = self._rendezvous.backend == "etcd", min(seconds, self._attempt)
+            store: Store = self._open_etcd(seconds) if etcd else self._open_tcp(seconds)
         except StoreUnreachable as error:
             self._log_waiting(error)
             if self._port_in_use:
@@ -226,8 +226,8 @@ class StoreOpener:
             self._logged = True
             log.warning("waiting for the store: %s", problem)
 
-    def _open_tcp(self) -> Store:
-        settings = self._rendezvous
+    def _open_tcp(self, seconds: float) -> Store:
+        settings, until = self._rendezvous, time.monotonic() + seconds
         from elaunch.store.tcp import client
 
         if self._listening is not None:
@@ -239,13 +239,13 @@ class StoreOpener:
         host, port = settings.endpoints[0]
         moved: Callable[[], bool] | None = None
         if settings.backend == "static":
-            host, port = self._read_address(host, port, self._attempt)
+            host, port = self._read_address(host, port, seconds)
             moved = functools.partial(self._has_moved, (host, port))
         store = client.connect(
             host,
             port,
             self._run_id,
-            deadline=self._attempt,
+            deadline=until - time.monotonic(),
             stop=self._closed,
             moved=moved,
             key=self._signs if self._key is None else None,
@@ -258,13 +258,13 @@ class StoreOpener:
         self._settle_key(read, store)
         return store
 
-    def _open_etcd(self) -> Store:
+    def _open_etcd(self, seconds: float) -> Store:
         from elaunch.store.etcd import client as etcd
         from elaunch.store.etcd.cluster import EtcdCluster
 
         settings = self._rendezvous
         cluster = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
-        store = etcd.connect(cluster, self._run_id, deadline=self._attempt, history=self._history)
+        store = etcd.connect(cluster, self._run_id, deadline=seconds, history=self._history)
         self._settle_key(lambda key: key.agree(store), store)
         return store
 
@@ -293,7 +293,8 @@ class StoreOpener:
         until, problem = time.monotonic() + deadline, "nobody answers"
         while time.monotonic() < until:
             try:
-                identity = client.identify(host, port, PROBE_DEADLINE)
+                left = max(SHORTEST_PROBE, until - time.monotonic())
+                identity = client.identify(host, port, min(PROBE_DEADLINE, left))
             except StoreUnreachable as error:
                 identity, problem = None, str(error)
             if identity is not None and identity.get("run_id") != self._run_id:
