@@ -375,8 +375,7 @@ def _host_identity(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]
     said = client.identify(host, port, _patience(rendezvous))
     if said is None:
         raise StoreUnreachable(f"what answers at {host_port(host, port)} is no store of elaunch")
-    host, port = said.get("store") or (host, port)
-    return str(said["run_id"]), (str(host), int(port))
+    return str(said["run_id"]), (host, said.get("store", port))
 
 
 def _patience(rendezvous: RendezvousSettings) -> float:

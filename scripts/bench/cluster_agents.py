@@ -177,7 +177,7 @@ class OpenAtGate:
         self._store: Store | None = store
         self._task = task
 
-    def __call__(self) -> Store:
+    def __call__(self, seconds: float) -> Store:
         """Return the store."""
         self._gate.wait()
         store, self._store = self._store, None

@@ -64,7 +64,7 @@ def join(
     """
     settings, own_addr, rendezvous = context.settings, group.own_addr, context.settings.rendezvous
     assert own_addr is not None and rendezvous is not None  # a job of several nodes
-    opener = _prepared(settings, rendezvous, own_addr, group, stack)
+    opener = _prepared(settings, rendezvous, group, stack)
     peers = Peers(own_addr, settings.run_id, rendezvous.secret)
     peers.start()
     stack.callback(peers.close)
@@ -128,7 +128,6 @@ def _search(
 def _prepared(
     settings: Settings,
     rendezvous: RendezvousSettings,
-    own_addr: str,
     group: WorkerGroup,
     stack: contextlib.ExitStack,
 ) -> StoreOpener:
@@ -136,7 +135,6 @@ def _prepared(
     opener = StoreOpener(
         rendezvous,
         settings.run_id,
-        own_addr,
         group.advertise,
         key=_key_by_munge(settings.run_id, rendezvous, os.environ),
     )

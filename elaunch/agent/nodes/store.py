@@ -5,7 +5,7 @@ backend  how an agent gets to the store
 =======  ===========================================================================================
 etcd     a client of the endpoints
 c10d     the agent that can listen on the endpoint hosts a TCPStore, the others are its clients
-static   node 0 hosts one on a free port; its address is read from the store at the master's port,
+static   node 0 hosts one on a free port; the port is read from the store at the master's port,
          the one address that all agents know, where node 0 keeps it beside the workers' keys
 =======  ===========================================================================================
 """
@@ -87,7 +87,6 @@ class StoreOpener:
     Args:
         rendezvous: where to meet.
         run_id: of the job.
-        own_addr: where the other nodes reach this one.
         publish: has a text hosted at the master's port (static, node 0).
         key: what settles a key by MUNGE, where that is to be and none was given.
     """
@@ -96,13 +95,11 @@ class StoreOpener:
         self,
         rendezvous: RendezvousSettings,
         run_id: str,
-        own_addr: str,
         publish: Callable[[str], None],
         key: MungeKey | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._run_id = run_id
-        self._own_addr = own_addr
         self._publish = publish
         self._key = key
         self._attempt = min(ATTEMPT, rendezvous.connect_timeout, rendezvous.store_timeout)
@@ -130,7 +127,7 @@ class StoreOpener:
         """
         settings = self._rendezvous
         if settings.backend == "static" and settings.is_host:
-            self._listening = listen_for_nodes(self._own_addr, 0)
+            self._listening = listen_for_nodes(settings.endpoints[0][0], 0)
         elif settings.backend == "c10d" and settings.is_host is not False:
             self._listening = self._bind(*settings.endpoints[0])
         if self._listening is not None:
@@ -275,7 +272,7 @@ class StoreOpener:
             "elaunch": 1,
             "run_id": self._run_id,
             "boot": "",
-            "store": [self._own_addr, port],
+            "store": port,
         }
         self._publish(json.dumps(identity))
 
@@ -302,8 +299,7 @@ class StoreOpener:
                     f"it belongs to the job {identity.get('run_id')!r}, not to {self._run_id!r}"
                 )
             elif identity is not None and identity.get("store"):
-                address, number = identity["store"]
-                return str(address), int(number)
+                return host, identity["store"]
             if self._closed.wait(LOOK_AGAIN):
                 raise StoreClosed("this agent ends")
         raise StoreUnreachable(

@@ -5,7 +5,8 @@ The store's identity stands under the key ``elaunch``, outside of every job, as 
     {"elaunch": 3, "run_id": "job", "boot": "9f86d081"}
 
 ``elaunch`` is the version of what its agents speak with it (elaunch.store.tcp.messages); ``boot`` a
-random id of the process that hosts it. ``store`` beside them is where the agents' store is instead.
+random id of the process that hosts it. ``store`` beside them is the port of the same machine where
+the agents' store is instead: any process may have written it, so it names no other machine.
 A ``challenge`` is there where the agents share a secret, which a client then proves that it knows.
 """
 
@@ -127,7 +128,7 @@ def _read_identity(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(identity, dict) or type(identity.get("elaunch")) is not int:
         return None
     named = all(_is_line(identity.get(name)) for name in ("run_id", "boot"))
-    named = named and ("store" not in identity or _is_address(identity["store"]))
+    named = named and ("store" not in identity or _is_port(identity["store"]))
     named = named and ("challenge" not in identity or _is_line(identity["challenge"]))
     return identity if named else None
 
@@ -137,7 +138,5 @@ def _is_line(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
-def _is_address(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not _is_line(value[0]):
-        return False
-    return bool(value[0]) and type(value[1]) is int and 0 < value[1] < 65536
+def _is_port(value: object) -> bool:
+    return type(value) is int and 0 < value < 65536

@@ -48,7 +48,7 @@ class Agents:
 
     def one_more(self, run_id: str = "job") -> tuple[StoreOpener, Store]:
         """Return an agent and its store."""
-        made = StoreOpener(self._settings, run_id, "127.0.0.1", lambda _: None, MungeKey(run_id))
+        made = StoreOpener(self._settings, run_id, lambda _: None, MungeKey(run_id))
         self._stack.callback(made.close)
         made.prepare()
         store = made.open()
@@ -125,7 +125,7 @@ def test_a_static_job_has_a_key(stack: ExitStack, port: int, daemon: Munged) -> 
         settings = RendezvousSettings(
             "static", (("127.0.0.1", port),), is_host=rank == 0, node_hint=rank
         )
-        made = StoreOpener(settings, "job", "127.0.0.1", publish, MungeKey("job"))
+        made = StoreOpener(settings, "job", publish, MungeKey("job"))
         stack.callback(made.close)
         made.prepare()
         stack.callback(made.open().close)
@@ -180,7 +180,7 @@ def test_an_etcd_that_was_wiped_gets_the_key_of_who_comes_first(
         server = stack.enter_context(etcd(tmp_path / name))
         settings = RendezvousSettings("etcd", server.place().endpoints, connect_timeout=60.0)
         for key in keys:
-            opening = StoreOpener(settings, "job", "127.0.0.1", lambda _: None, key)
+            opening = StoreOpener(settings, "job", lambda _: None, key)
             stack.callback(opening.open().close)
             found.append(key.secret)
         if name == "before":
