@@ -245,9 +245,10 @@ class Reporter:
         def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
             return ends.build(name, host, state.round, kept, first, circumstances)
 
-        what = "cannot read the workers' error files"
+        what = "cannot read the workers' files"
         made = bounded(partial(build, self._kept), None, what, self._group.files_root)
-        made = made or build(tuple(replace(each, error_file=None) for each in self._kept))
+        without = {"error_file": None, "stdout_path": None}  # both would be read
+        made = made or build(tuple(replace(each, **without) for each in self._kept))
         self._kept = ()
         return replace(made, culprit=self._culprit(state, made))
 
