@@ -51,7 +51,7 @@ def own_directory(path: Path, make: bool = False) -> Iterator[Path]:
     """Open a directory of elaunch's inside one where others may write; give a path into it.
 
     That path is the descriptor's: it leads there even if ``path`` becomes a link meanwhile. Raises
-    NotOwnError for a link, or another user's, unless he has the directory around it, too.
+    NotOwnError for a link, a file, or another user's, unless he has the directory around it, too.
 
     Args:
         path: of the directory.
@@ -63,10 +63,11 @@ def own_directory(path: Path, make: bool = False) -> Iterator[Path]:
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags)
-    except OSError:
-        if os.path.islink(path):
-            raise NotOwnError("it is a symbolic link", path) from None
-        raise
+    except NotADirectoryError:
+        if not os.path.lexists(path):
+            raise
+        what = "it is a symbolic link" if os.path.islink(path) else "it is no directory"
+        raise NotOwnError(what, path) from None
     try:
         owner = os.fstat(descriptor).st_uid
         if owner not in (os.geteuid(), os.stat("..", dir_fd=descriptor).st_uid):

@@ -212,12 +212,14 @@ def test_a_node_that_cannot_store_it_is_named(cluster: Build) -> None:
     """No worker starts from less than the others; the error says where and why."""
     job = Job(cluster, "c10d", 2)
     disks = Disks(job, 2)
-    makers.own(disks.roots[0], 50, run_id="job")
-    (disks.roots[1] / layout.STAGE).write_text("in the way")
+    large(disks.roots[0], 50, 1 << 21)
+    machine = job.machines[2].machine
+    mount = ["nsenter", f"--target={machine.holder}", "--mount", "--", "mount", "-t", "tmpfs"]
+    machine.do([*mount, "-o", "size=1m", "tmpfs", str(disks.roots[1])])
     agents = disks.start("--nnodes=2")
     assert [agent.wait(DEADLINE).returncode for agent in agents] == [74, 74]
     for agent in agents:
-        wait_until_said(agent, r"step 50 .*agent of node node2.*\.stage")
+        wait_until_said(agent, r"step 50 .*agent of node node2.*no space left on")
         assert "resumed" not in agent.output()
 
 

@@ -262,7 +262,8 @@ def _others(report: FailureReport) -> Iterator[str]:
         yield "Failed by themselves afterwards:"
     similar: dict[tuple[str, ...], list[Failure]] = {}
     for failure in report.victims:
-        said = [_first_line(failure.message, WIDTH - 4)] if failure.message else []
+        tells = failure.message and not failure.explanation.victim
+        said = [_first_line(failure.message, WIDTH - 4)] if tells else []
         said += [failure.error.problem] if failure.error and failure.error.problem else []
         similar.setdefault((failure.exit.how, *said), []).append(failure)
     for (how, *said), them in list(similar.items())[:MOST_VICTIMS]:
