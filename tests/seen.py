@@ -123,4 +123,5 @@ def _is_shown(part: str, lines: list[tuple[re.Pattern[str], ...]], shown: str) -
         return any(one.search(shown) for line in lines for one in line)
     if part == "nothing":
         return "No round has failed" in shown and "why each began" not in shown
-    return re.search(rf"(?:### |elaunch explain ){re.escape(part.strip('`'))}\b", shown) is not None
+    code = re.escape(part.strip("`"))
+    return re.search(rf"(?:^|### |elaunch explain ){code}\b", shown, re.MULTILINE) is not None
