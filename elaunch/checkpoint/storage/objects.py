@@ -19,14 +19,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.locations import BUCKETS, without_slash
-from elaunch.checkpoint.storage.checksums import add_all, begin
+from elaunch.checkpoint.storage.checksums import BLOCK, add_all, begin
 from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
 from elaunch.errors import UsageError
+
+MOST: Final = 64 * BLOCK
+"""Bytes of an object that are had at once."""
 
 
 class Objects:
@@ -93,6 +96,11 @@ class Objects:
         with self._at(path) as (system, full):
             return bytes(system.cat_file(full))
 
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """Return a part of an object's content; less where the object ends before ``end``."""
+        with self._at(path) as (system, full):
+            return bytes(system.cat_file(full, start=start, end=end))
+
     def put(self, path: str, content: bytes) -> None:
         """Put a small object, as a whole."""
         with self._at(path) as (system, full):
@@ -147,6 +155,36 @@ class Objects:
                 system.rm(full, recursive=True)
             except FileNotFoundError:
                 return
+
+
+class Ranges:
+    """The objects directly below ``path``, read in ranges of whole blocks.
+
+    The last range stays here: what is read next often begins in it.
+    """
+
+    def __init__(self, objects: Objects, path: str) -> None:
+        self.sizes = objects.sizes(path)
+        self._objects = objects
+        self._path = path
+        self._held = "", 0, memoryview(b"")
+
+    def read(self, name: str, at: int, end: int) -> memoryview:
+        """Return the bytes from ``at``, to ``end`` at most; none at the object's end.
+
+        ``end`` says how many will be wanted: they are had at once, as far as ``MOST``. Raises
+        OSError.
+        """
+        held, start, content = self._held
+        if held != name or not start <= at < start + len(content):
+            start = at - at % BLOCK
+            stop = min(-(-end // BLOCK) * BLOCK, start + MOST, self.sizes.get(name, end))
+            self._held = "", 0, memoryview(b"")  # two would take twice the memory
+            if stop <= at:
+                return memoryview(b"")
+            content = memoryview(self._objects.read_range(f"{self._path}/{name}", start, stop))
+            self._held = name, start, content
+        return content[at - start : end - start]
 
 
 def name_in(place: Path | str) -> str:

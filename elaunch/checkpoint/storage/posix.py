@@ -268,6 +268,9 @@ class PosixStorage:
             raise CheckpointError(f"{path} is gone: another process has removed it") from None
         yield path
 
+    def ranges(self, found: Committed) -> None:
+        """Return None: the directory itself is read."""
+
     def remove(self, found: Committed) -> None:
         """Rename into the trash, then delete."""
         shelves.throw_away(self._root, Path(found.place))

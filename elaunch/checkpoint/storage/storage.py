@@ -22,9 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.storage.objects import Ranges
 
 __all__ = [
     "Committed",
@@ -166,6 +169,9 @@ class Storage(Protocol):
 
     def fetch(self, found: Committed) -> AbstractContextManager[Path]:
         """Give a local directory to read from, while the ``with`` block lasts."""
+
+    def ranges(self, found: Committed) -> Ranges | None:
+        """Return what reads parts of its files without a copy; None where ``fetch`` makes none."""
 
     def remove(self, found: Committed) -> None:
         """Take it away from readers at once, then delete it; nothing if it is gone already."""

@@ -14,7 +14,7 @@ commit one stage at once: both put the same COMMIT, and each a ``metadata.json``
 two saves of one step and round at most one is committed: who has put COMMIT looks for another, and
 takes it back if there is one. There
 is no lock: ``run.json`` keeps other runs away. Scripts write into a local temporary directory, and
-what they read is copied into one and verified.
+what they read is copied into one and verified. A load of a state reads the ranges that it needs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, S
 from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.durable import list_files, sync_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
-from elaunch.checkpoint.storage.objects import Objects, name_in
+from elaunch.checkpoint.storage.objects import Objects, Ranges, name_in
 from elaunch.errors import CheckpointError, SaveError
 
 log = logging.getLogger(__name__)
@@ -258,6 +258,13 @@ class ObjectStorage:
             self._objects.download(name, files, path)
             own.verify(path, None)
             yield path
+
+    def ranges(self, found: Committed) -> Ranges:
+        """Return what reads parts of its files."""
+        ranges = Ranges(self._objects, name_in(found.place))
+        if layout.COMMIT not in ranges.sizes:
+            raise CheckpointError(f"{found.place} is gone")
+        return ranges
 
     def remove(self, found: Committed) -> None:
         """Delete COMMIT, then the rest."""

@@ -122,7 +122,7 @@ class _Loading:
         self._stack = stack
         self._timeout = timeout
         self._recalls = recalls
-        # A copy of what is at a URL was compared when it was fetched.
+        # At a URL there are some as soon as files are read there.
         has_manifests = isinstance(found.place, Path) and not restoring.is_foreign(found)
         self._source = Source(found.place, Path(found.place) if has_manifests else None)
         stack.callback(self._source.close)
@@ -203,10 +203,14 @@ class _Loading:
         return self._source.lacks(wanted)
 
     def _open(self, step: Step) -> None:
-        """Have the directory open on all ranks, if one of them lacks files of it."""
-        if any(step.received) and self._source.path is None:
-            opened = restoring.opened(self._call, self._found, self._timeout, WHAT)
-            self._source.path = self._stack.enter_context(opened)
+        """Have the files open on all ranks, if one of them lacks some in memory."""
+        if not any(step.received) or self._source.is_open:
+            return
+        if restoring.is_at_url(self._call, self._found):
+            self._source.read_ranges(restoring.ranges(self._call, self._found, self._timeout, WHAT))
+            return
+        opened = restoring.opened(self._call, self._found, self._timeout, WHAT)
+        self._source.path = self._stack.enter_context(opened)
 
     def _check(
         self, fits: Sequence[_Fit], taken: frozenset[str], own: Stored, strict: bool

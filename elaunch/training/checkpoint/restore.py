@@ -3,8 +3,8 @@
 Rank 0 chooses; the others follow. It first verifies a checkpoint that this job has neither written
 nor verified. If the latest is gone or damaged, the newest that is whole takes its place, on all
 ranks. While the block lasts nobody deletes it: retention and ``delete`` see the readers' lock. From
-a URL the first rank of each node fetches it for the others. With a directory per node, each node
-first gets what it lacks (nodecopies).
+a URL the first rank of each node fetches it for the others; ``load`` has each rank read ranges of
+it. With a directory per node, each node first gets what it lacks (nodecopies).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
+    from elaunch.checkpoint.storage.objects import Ranges
     from elaunch.training.checkpoint.session import CheckpointSession
     from elaunch.training.distributed import DistributedContext
 
@@ -326,6 +327,34 @@ def _await_written(call: CallContext, found: Committed, timeout: float | None) -
             never.wait(LOOK_S)
 
 
+def is_at_url(call: CallContext, found: Committed) -> bool:
+    """Whether its files are objects behind a URL."""
+    return isinstance(call.storage.place, str) and not is_foreign(found)
+
+
+def ranges(call: CallContext, found: Committed, timeout: float | None, what: str) -> Ranges:
+    """Return what reads parts of a checkpoint at a URL. ALL ranks call it together.
+
+    Raises CheckpointError, on all ranks, if one of them cannot reach it.
+    """
+    with _written(call, found, timeout, what) as wait:
+        wait()
+        reader = call.storage.ranges(found)
+    assert reader is not None  # it is at a URL
+    return reader
+
+
+@contextlib.contextmanager
+def _written(
+    call: CallContext, found: Committed, timeout: float | None, what: str
+) -> Iterator[Callable[[], None]]:
+    """Enter a step of all ranks; give what blocks until the checkpoint is out of memory."""
+    waits = _was_pending(call, found)
+    limit = call.seconds(timeout) + LONGER_S if waits else timeout
+    with together(call.distributed, what, limit, CheckpointError):
+        yield lambda: _await_written(call, found, timeout) if waits else None
+
+
 @contextlib.contextmanager
 def opened(call: CallContext, found: Committed, timeout: float | None, what: str) -> Iterator[Path]:
     """Give every rank a local path to read the checkpoint from. ALL ranks enter it together.
@@ -333,15 +362,11 @@ def opened(call: CallContext, found: Committed, timeout: float | None, what: str
     Raises CheckpointError, on all ranks, if one of them cannot reach it.
     """
     with contextlib.ExitStack() as stack:
-        at_url = isinstance(call.storage.place, str) and not is_foreign(found)
-        fetches = not at_url or call.is_node_chief
+        at_url = is_at_url(call, found)
         path: Path | None = None
-        waits = _was_pending(call, found)
-        limit = call.seconds(timeout) + LONGER_S if waits else timeout
-        with together(call.distributed, what, limit, CheckpointError):
-            if waits and fetches:
-                _await_written(call, found, timeout)
-            if fetches:
+        with _written(call, found, timeout, what) as wait:
+            if not at_url or call.is_node_chief:
+                wait()
                 path = stack.enter_context(_at(call, found))
         if at_url:
             path = for_purpose(call.distributed, what).broadcast_local(path, timeout)

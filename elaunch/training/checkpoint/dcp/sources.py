@@ -1,7 +1,8 @@
 """Where the bytes of a checkpoint come from: living agents' memory, else the files.
 
 ``.metadata`` says which files a rank needs of which rank. Files that are in no memory are read
-by ``pread`` and not through a mapping: one that ends too early is an error then, no SIGBUS.
+by ``pread`` and not through a mapping: one that ends too early is an error then, no SIGBUS. Objects
+at a URL are read in ranges, without a copy on the disk.
 
 What is read is compared with the checksums in the manifests, so that a flipped bit does not go
 unnoticed. Each rank checks what it reads itself: right after a piece was read, while it lies in the
@@ -18,11 +19,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar, cast
 
 from elaunch.checkpoint import layout, manifests
 from elaunch.checkpoint.storage.checksums import BLOCK, CRC32C, DIGITS, Extend, begin, crc32c
-from elaunch.checkpoint.storage.files import open_regular, read_json
+from elaunch.checkpoint.storage.files import JSON_LIMIT, open_regular, parse_json, read_json
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, DamageError, SaveError
 from elaunch.training.checkpoint import saver
@@ -30,6 +31,9 @@ from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.dcp import metadata
 from elaunch.training.checkpoint.restore import is_foreign
 from elaunch.training.checkpoint.together import guarded
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.storage.objects import Ranges
 
 Result = TypeVar("Result")
 
@@ -39,10 +43,10 @@ log = logging.getLogger("elaunch")
 
 
 class Manifests:
-    """The checksums of the files of the checkpoint at ``path``, as its manifests have them."""
+    """The checksums of the files of the checkpoint at ``place``, as its manifests have them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, place: Path | Ranges) -> None:
+        self._place = place
         self._unread: list[str] | None = None
         self._found: dict[str, str] = {}
 
@@ -54,18 +58,13 @@ class Manifests:
         if name in self._found:
             return self._found[name]
         if self._unread is None:
-            try:
-                names = sorted(os.listdir(self._path))
-            except FileNotFoundError:
-                # A shard may be in memory before a network file system shows what was committed.
-                log.debug("%s is not there yet: what is read is not compared", self._path)
-                names = []
+            names = self._names()
             self._unread = [one for one in names if layout.parse_manifest_name(one) is not None]
         likely = layout.manifest_name(writer_of(name) or 0)
         for manifest in sorted(self._unread, key=lambda one: one != likely):
             self._unread.remove(manifest)
             try:
-                document = read_json(self._path / manifest)
+                document = self._document(manifest)
                 entries = manifests.entries(document, manifest)
             except CheckpointError as error:
                 raise DamageError(str(error)) from None
@@ -73,6 +72,22 @@ class Manifests:
             if name in self._found:
                 break
         return self._found.setdefault(name, "")
+
+    def _names(self) -> list[str]:
+        if not isinstance(self._place, Path):
+            return sorted(self._place.sizes)
+        try:
+            return sorted(os.listdir(self._place))
+        except FileNotFoundError:
+            # A shard may be in memory before a network file system shows what was committed.
+            log.debug("%s is not there yet: what is read is not compared", self._place)
+            return []
+
+    def _document(self, name: str) -> dict[str, Any]:
+        if isinstance(self._place, Path):
+            return read_json(self._place / name)
+        limit = min(self._place.sizes[name], JSON_LIMIT + 1)
+        return parse_json(bytes(self._place.read(name, 0, limit)), name)
 
 
 class _CheckedFile:
@@ -135,6 +150,7 @@ class Source:
     def __init__(self, place: object, manifests: Path | None = None) -> None:
         self.place = place
         self.path: Path | None = None
+        self._ranges: Ranges | None = None
         self._held: dict[str, memoryview] = {}
         self._open: dict[str, BinaryIO] = {}
         self._manifests = None if manifests is None else Manifests(manifests)
@@ -144,6 +160,15 @@ class Source:
     def hold(self, files: Mapping[str, memoryview]) -> None:
         """Take these files from memory, whose mappings are this source's from here on."""
         self._held.update({name: view.cast("B") for name, view in files.items()})
+
+    def read_ranges(self, ranges: Ranges) -> None:
+        """Read what is not in memory from these, compared with the manifests there."""
+        self._ranges, self._manifests = ranges, Manifests(ranges)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether files that are not in memory can be read."""
+        return self.path is not None or self._ranges is not None
 
     def lacks(self, names: Iterable[str]) -> bool:
         """Tell whether some of these files are not in memory."""
@@ -158,7 +183,7 @@ class Source:
         end = at + target.nbytes
         while at < end:
             piece = target[: BLOCK - at % BLOCK]
-            count = self._fill(name, at, piece)
+            count = self._fill(name, at, piece, end)
             if not count:
                 raise self._too_short(name, at, end)
             self._check(name, at, piece[:count])
@@ -181,7 +206,13 @@ class Source:
     def size(self, name: str) -> int:
         """Return the size of a file."""
         held = self._held.get(name)
-        return os.fstat(self._descriptor(name)).st_size if held is None else held.nbytes
+        if held is not None:
+            return held.nbytes
+        if self._ranges is None:
+            return os.fstat(self._descriptor(name)).st_size
+        if name not in self._ranges.sizes:
+            raise self._missing(name)
+        return self._ranges.sizes[name]
 
     def finish(self) -> None:
         """Check the blocks that were read in part; raises as read_into, and what that raised."""
@@ -215,12 +246,19 @@ class Source:
         self._held.clear()
         saver.unmap(held)
 
-    def _fill(self, name: str, at: int, target: memoryview) -> int:
-        """Read into ``target``; return how many bytes came, 0 at the file's end."""
+    def _fill(self, name: str, at: int, target: memoryview, end: int) -> int:
+        """Read into ``target``; return how many bytes came, 0 at the file's end.
+
+        ``end``: up to where the file will be read next.
+        """
         held = self._held.get(name)
-        if held is None:
+        if held is not None:
+            found = held[at : at + target.nbytes]
+        elif self._ranges is not None:
+            self.size(name)  # it is there
+            found = self._ranges.read(name, at, end)[: target.nbytes]
+        else:
             return os.preadv(self._descriptor(name), [target], at)
-        found = held[at : at + target.nbytes]
         target[: found.nbytes] = found
         return found.nbytes
 
@@ -229,11 +267,10 @@ class Source:
         held = self._held.get(name)
         if held is not None:
             return held[at : at + size]
-        pieces = []
-        while size and (piece := os.pread(self._descriptor(name), size, at)):
-            pieces.append(piece)
-            at, size = at + len(piece), size - len(piece)
-        return b"".join(pieces)
+        content, come = memoryview(bytearray(size)), 0
+        while come < size and (count := self._fill(name, at + come, content[come:], at + size)):
+            come += count
+        return content[:come]
 
     def damaged(self, name: str) -> DamageError:
         """Return the error about a file that is not what its manifest says, and note it."""
@@ -273,8 +310,11 @@ class Source:
             try:
                 self._open[name] = open_regular(self.path / name)
             except FileNotFoundError:
-                raise CheckpointError(f"{self.place}: {name} is missing") from None
+                raise self._missing(name) from None
         return self._open[name].fileno()
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.place}: {name} is missing")
 
     def _too_short(self, name: str, size: int, wanted: int) -> CheckpointError:
         return CheckpointError(
