@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.objects import Objects
+from elaunch.checkpoint.storage.checksums import BLOCK
+from elaunch.checkpoint.storage.objects import Objects, Ranges
 from elaunch.checkpoint.storage.storage import Image, ReadBefore, ShardHeader, open_storage
 from elaunch.checkpoint.storage.url import ObjectStorage
 from elaunch.errors import CheckpointError, SaveError, UsageError
@@ -409,3 +410,16 @@ def test_two_jobs_commit_one_name(storage: ObjectStorage) -> None:
 
 def void(_: object) -> None:
     """Take a result, and return none."""
+
+
+def test_ranges_of_an_object(storage: ObjectStorage) -> None:
+    """Are read in whole blocks, in any order, to the object's end and no further."""
+    content = os.urandom(2 * BLOCK + 100)
+    overwrite(storage, "some/file", content)
+    ranges = Ranges(Objects(storage.place), "some")
+    assert ranges.sizes == {"file": len(content)}
+    for at, end in [(0, 10), (5, BLOCK), (BLOCK + 5, 2 * BLOCK + 1), (7, 9), (2 * BLOCK, 1 << 40)]:
+        assert ranges.read("file", at, end) == content[at:end]
+    assert not ranges.read("file", len(content), len(content) + 1)
+    with pytest.raises(FileNotFoundError):
+        ranges.read("other", 0, 1)
