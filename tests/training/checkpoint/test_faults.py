@@ -116,6 +116,7 @@ import torch
 tiny = {"x": torch.zeros(4)}
 for step in range(10, 100, 10):
     ck.save_ddp(tiny, step, keep=Keep(last=3))
+ctx.distributed.barrier()  # rank 0 has retired the rest
 kept = [each.step for each in ck.list()]
 def grow():
     for step in range(100, 200, 10):
