@@ -120,7 +120,7 @@ class _Answers(NamedTuple):
 
 
 @dataclass
-class _Client:
+class _Prober:
     """A connection whose request is not complete."""
 
     sock: socket.socket
@@ -163,7 +163,7 @@ class _Server(HTTPServer):
 
     def serve(self) -> None:
         """Answer whoever has sent a request, until the port is closed; drop the silent ones."""
-        waiting: dict[int, _Client] = {}
+        waiting: dict[int, _Prober] = {}
         while not self.closed.is_set():
             for client in [*waiting.values()]:
                 if client.until <= time.monotonic() or len(waiting) > MOST_WAITING:
@@ -182,15 +182,15 @@ class _Server(HTTPServer):
         for client in waiting.values():
             self.shutdown_request(client.sock)
 
-    def _accepted(self) -> list[_Client]:
+    def _accepted(self) -> list[_Prober]:
         try:
             sock, address = self.get_request()
         except OSError:
             return []
         sock.setblocking(False)
-        return [_Client(sock, address, time.monotonic() + self.answers.request_s)]
+        return [_Prober(sock, address, time.monotonic() + self.answers.request_s)]
 
-    def _answer(self, client: _Client) -> None:
+    def _answer(self, client: _Prober) -> None:
         self.head = client.head
         client.sock.settimeout(self.answers.request_s)
         try:
