@@ -9,6 +9,7 @@ import pytest
 
 from elaunch.checkpoint import shelves
 from elaunch.errors import CheckpointError
+from elaunch.files import NotOwnError
 
 NAME, OTHER = "step-00000120.r3", "step-00000007.r0"
 
@@ -47,5 +48,5 @@ def test_other_names_are_neither_pinned_nor_read(tmp_path: Path) -> None:
 def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
     """Never taken for one without pins: what is pinned would be removed."""
     (tmp_path / ".pins").write_text("")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(NotOwnError):
         shelves.pinned(tmp_path)
