@@ -711,6 +711,8 @@ def test_the_choice_does_not_wait_for_a_commit_that_waits_for_it(
     left_in_memory(agents)
     living = agents[0]
     assert living._settled()[-1].held[0].writing
+    of_the_lost = ".stage/*/manifest.rank-00001.json"
+    wait_until(lambda: any(Path(living.place).glob(of_the_lost)), LONG)  # its write was not held
     agents[1].gone = True
     opened.set()
     wait_until(lambda: len(living._settled()) > 1, 20)  # no round begins before it is posted
