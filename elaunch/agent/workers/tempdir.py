@@ -94,8 +94,7 @@ def remove_abandoned() -> None:
 
 def _mark(pid: int) -> str:
     """Return what tells a process from all others of this machine, also later ones of its pid."""
-    process = proc.read_process(pid)
-    return f"{_namespace()}.{pid}.{0 if process is None else process.start}"
+    return f"{_namespace()}.{proc.process_name(pid)}"
 
 
 def _namespace() -> str:
