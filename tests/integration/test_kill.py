@@ -24,7 +24,7 @@ from tests.integration.watching import (
     wait_for_workers,
     wait_until_gone,
 )
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import Launcher, Running, freeze, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def test_a_server_that_hangs_is_killed_in_the_end(elaunch: Launcher, place: Path
     """It is stopped: it can neither pass signals on nor end anything."""
     flags = ["--shutdown-timeout=0.2", "--sibling-grace=0.2"]
     running = start_families(elaunch, SPAWN, place, "wait", flags=flags)
-    os.kill(server_of(running), signal.SIGSTOP)
+    freeze(server_of(running))
     running.send_signal(signal.SIGTERM)
     done = running.wait()
     assert "does not answer; killing it" in done.stderr
@@ -147,7 +147,7 @@ def test_a_worker_that_ends_while_the_server_is_stopped(elaunch: Launcher, place
     """The server is continued, and reports it."""
     running = start_families(elaunch, SPAWN, place, "wait")
     pid, _ = wait_for_workers(running)
-    os.kill(server_of(running), signal.SIGSTOP)
+    freeze(server_of(running))
     os.kill(pid, signal.SIGKILL)
     said = elaunch.run(["top", "--json"]).stdout
     assert '"title": "the server that starts the workers (pid ' in said

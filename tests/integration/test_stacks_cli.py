@@ -13,7 +13,7 @@ import pytest
 from tests.integration.jobs import FORK, SPAWN
 from tests.integration.nodes import DEADLINE, Build, Job, end
 from tests.integration.watching import act, wait_for_workers
-from tests.launching import Launcher
+from tests.launching import Launcher, freeze
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_a_suspended_agent_is_named_at_once(
     running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--run-id=st"]))
     wait_for_workers(running)
     if how == "signal":
-        os.kill(running.pid, signal.SIGSTOP)
+        freeze(running.pid)
     else:
         freezer = request.getfixturevalue("freezer")
         (freezer / "cgroup.procs").write_text(str(running.pid))

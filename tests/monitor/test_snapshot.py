@@ -18,7 +18,7 @@ from elaunch.monitor.snapshot import take
 from elaunch.monitor.standing import overview
 from elaunch.runs.directory import create
 from elaunch.runs.identity import worker_is_alive
-from tests.launching import wait_until
+from tests.launching import freeze, wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
 from tests.runs.test_verdict import ended
@@ -62,7 +62,7 @@ def test_a_worker_that_ended_while_its_agent_was_suspended_is_gone(play: Play) -
     timing = {**ended(3.0)["timing"], "reports": "steps"}  # type: ignore[dict-item]
     agent.write(timing=timing)
     dead = agent.record()["workers"][0]
-    agent.process.send_signal(signal.SIGSTOP)
+    freeze(agent.process.pid)
     os.kill(dead["pid"], signal.SIGKILL)
     wait_until(lambda: not worker_is_alive(dead), 30)
     view = take(agent.run)

@@ -30,7 +30,7 @@ from elaunch.errors import ServerError
 from elaunch.proc import read_process
 from elaunch.server import loop
 from tests.integration.jobs import ACT
-from tests.launching import clean_environment, wait_until
+from tests.launching import clean_environment, freeze, wait_until
 
 Kind = TypeVar("Kind", bound=events.Event)
 Inbox = queue.SimpleQueue[events.Event]
@@ -328,7 +328,7 @@ def test_a_server_that_takes_nothing_is_killed(rig: Rig) -> None:
     """It is stopped, and the orders are more than the socket holds."""
     workerserver.SEND_DEADLINE = 1  # of this fork alone
     server = rig.ready()
-    os.kill(server.pid, signal.SIGSTOP)
+    freeze(server.pid)
     for _ in range(20):
         server.send({"op": "start", "env": {"X": "x" * 100_000}})
     assert rig.next(events.ServerLost) == events.ServerLost(-signal.SIGKILL)
