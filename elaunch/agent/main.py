@@ -68,7 +68,7 @@ def run(
     """Run the job as elaunch.agent.startup does, which knows variables and handled signals."""
     check_open_files(devices.known(settings.nproc_per_node) or 1)
     inbox: Inbox = queue.SimpleQueue()
-    signals.install(handled, inbox.put)
+    signals.install(handled, inbox.put, ending=settings.signals_to_handle)
     processes.become_subreaper()
     code = _run(settings, environ, inbox, detached)
     signals.ignore(handled)

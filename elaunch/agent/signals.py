@@ -7,8 +7,9 @@ event is never. So another thread reads such signals from the file descriptor th
 writes to in whichever thread is interrupted (signal.set_wakeup_fd).
 
 A request to end is often sent twice: ``uv run``, a trap in bash or a supervisor forwards what the
-process group has got already. The same one within SAME_SIGNAL seconds is dropped, since a second
-request would cut a save short.
+process group has got already, and a terminal that closes sends SIGHUP beside a wrapper's SIGTERM.
+A second signal that ends the job within SAME_SIGNAL seconds is dropped, since a second request
+would cut a save short. One that means something else to this job is dropped after itself only.
 
 SIGHUP stays ignored, here and in the workers, where the launcher's parent had ignored it before:
 that is what ``nohup`` does. SIGINT and SIGQUIT are taken all the same: a shell ignores them for its
@@ -23,7 +24,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from elaunch import earlysignals, proc
@@ -36,10 +37,16 @@ SAME_SIGNAL: Final = 1.0
 log = logging.getLogger("elaunch")
 
 
-def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], None]) -> None:
+def install(
+    signums: Iterable[signal.Signals],
+    post: Callable[[events.Event], None],
+    *,
+    ending: Collection[signal.Signals] = ENDING,
+) -> None:
     """Post SignalReceived for each of ``signums``, those that came early included.
 
-    ``post`` is called in a thread of its own. Must be called in the main thread, once.
+    ``ending`` are those that ask for the end: different ones are the same request. ``post`` is
+    called in threads of this module. Must be called in the main thread, once.
     """
     handled = frozenset(
         signum
@@ -49,16 +56,21 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
     received, written = os.pipe()
     os.set_blocking(written, False)
 
-    taken = dict.fromkeys(ENDING, -math.inf)
+    taken: dict[signal.Signals | None, float] = {}
+    deciding = threading.Lock()  # two threads take signals
 
     def take(number: int, sender: str) -> None:
-        signum, now = signal.Signals(number), time.monotonic()
-        if now - taken.get(signum, -math.inf) < SAME_SIGNAL:
-            log.info("%s once more within %g s%s", signum.name, SAME_SIGNAL, sender)
-            return
-        if signum in taken:
-            taken[signum] = now
-        post(events.SignalReceived(signum, sender=sender))
+        signum = signal.Signals(number)
+        request = None if signum in ending else signum
+        with deciding:
+            now = time.monotonic()
+            again = now - taken.get(request, -math.inf) < SAME_SIGNAL
+            if not again and (request is None or signum in ENDING):
+                taken[request] = now
+        if again:
+            log.info("%s within %g s is the same request%s", signum.name, SAME_SIGNAL, sender)
+        else:
+            post(events.SignalReceived(signum, sender=sender))
 
     def read() -> None:
         while True:
@@ -68,8 +80,14 @@ def install(signums: Iterable[signal.Signals], post: Callable[[events.Event], No
 
     def wait() -> None:
         while True:
-            found = signal.sigwaitinfo(handled)
-            take(found.si_signo, _sender(found.si_pid))
+            found, term = signal.sigwaitinfo(handled), None
+            if found.si_signo in ending:
+                # Of two that came together the kernel hands out the lower number first; SIGTERM is
+                # the one that asks workers to save.
+                term = signal.sigtimedwait(handled & {signal.SIGTERM}, 0)
+            for each in (term, found):
+                if each is not None:
+                    take(each.si_signo, _sender(each.si_pid))
 
     signal.set_wakeup_fd(written)
     for signum in handled:

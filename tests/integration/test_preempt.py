@@ -215,12 +215,16 @@ def test_a_second_sigterm_is_not_patient(elaunch: Launcher) -> None:
     assert running.wait().returncode == 143
 
 
-def test_the_same_sigterm_more_than_once(elaunch: Launcher) -> None:
-    """`uv run` and other wrappers forward what the process group has got already."""
+@pytest.mark.parametrize("pause", [0.0, 0.01])
+@pytest.mark.parametrize("other", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_the_same_request_more_than_once(
+    elaunch: Launcher, other: signal.Signals, pause: float
+) -> None:
+    """`uv run` forwards what the process group has got already; a terminal closes meanwhile."""
     running = start(elaunch, "slow", nproc=2)
-    for _ in range(3):
-        running.send_signal(signal.SIGTERM)
-        time.sleep(0.01)  # or the kernel makes one of them
+    for number in (signal.SIGTERM, other, other):
+        running.send_signal(number)
+        time.sleep(pause)  # without it the kernel hands out the lower number first
     running.wait_for_line("^saving$", 60.0)
     (elaunch.directory / "share" / "quick").touch()
     done = running.wait()

@@ -59,18 +59,50 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-def test_the_same_signal_more_than_once(elaunch: Launcher, tmp_path: Path, number: Signals) -> None:
+SAME_REQUEST = [
+    *([number] * 4 for number in (SIGINT, SIGTERM, SIGHUP)),
+    [SIGTERM, SIGHUP],
+    [SIGHUP, SIGTERM, SIGHUP],
+    [SIGINT, SIGTERM, SIGINT],
+    [SIGTERM, SIGINT, SIGQUIT, SIGINT],
+]
+
+
+@pytest.mark.parametrize("numbers", SAME_REQUEST)
+def test_the_same_request_more_than_once(
+    elaunch: Launcher, tmp_path: Path, numbers: list[Signals]
+) -> None:
     """Wrappers forward what the process group has got already: the save goes on."""
     (script := tmp_path / "saves.py").write_text(SAVES)
     running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, script, tmp_path / "go"])
     running.wait_for_line("^up$")
-    for _ in range(4):
+    for number in numbers:
         running.send_signal(number)
         time.sleep(0.01)  # or the kernel makes one of them
     (tmp_path / "go").touch()
     done = running.wait()
-    assert done.returncode == 128 + number
+    assert done.returncode == 128 + numbers[0]
+    assert "saved" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--forward-signals=SIGHUP"], ["--signals-to-handle=SIGTERM", "--preempt-signals=SIGHUP"]],
+)
+def test_a_signal_with_a_meaning_of_its_own_is_another_request(
+    elaunch: Launcher, tmp_path: Path, flags: list[str]
+) -> None:
+    """SIGTERM right after it is not dropped, and ends the job."""
+    hup = "import signal; signal.signal(signal.SIGHUP, lambda *_: None)\n"
+    (script := tmp_path / "saves.py").write_text(hup + SAVES.replace(", signal.SIGHUP", ""))
+    (tmp_path / "go").touch()
+    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, *flags, script, tmp_path / "go"])
+    running.wait_for_line("^up$")
+    running.send_signal(SIGHUP)
+    time.sleep(0.01)
+    running.send_signal(SIGTERM)
+    done = running.wait()
+    assert done.returncode == 143
     assert "saved" in done.stdout.splitlines()
 
 

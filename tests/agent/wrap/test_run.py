@@ -217,6 +217,33 @@ def test_who_does_not_end_is_killed(elaunch: Launcher) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("other", [SIGHUP, SIGINT])
+def test_a_terminal_that_closes_cuts_no_save_short(
+    elaunch: Launcher, tmp_path: Path, other: Signals
+) -> None:
+    """A second request within a second is the first one, and is not passed on."""
+    code = """
+import os, signal, sys, time
+def save(*_):
+    print("saving", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    time.sleep(600)
+"""
+    running = start(elaunch, python(code, str(tmp_path / "go")))
+    running.wait_for_line(r":up$")
+    running.send_signal(SIGTERM)
+    running.send_signal(other)  # the kernel may hand it out first
+    running.wait_for_line(r":saving$")
+    (tmp_path / "go").touch()
+    assert running.wait().returncode == 0
+
+
+@pytest.mark.slow
 def test_told_twice_means_now(elaunch: Launcher) -> None:
     """A second signal is no request any more; within a second it is the same one."""
     running = start(elaunch, python(HEAR))
