@@ -255,12 +255,30 @@ def test_children_end_by_sigterm_of_their_parent(elaunch: Launcher) -> None:
     script.write_text(CHILDREN)
     done = elaunch.run([*CONTEXT, "--nproc-per-node=1", script])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["pool ended", "process -15", "program -15", "fork 15"]
+    assert done.stdout.splitlines() == [
+        "pool ended",
+        "process -15",
+        "program -15",
+        "fork 15",
+        "of a dataset -15",
+    ]
 
 
 CHILDREN = """
 import multiprocessing, os, signal, subprocess, time
 import elaunch
+from torch.utils.data import DataLoader
+
+class Dataset:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):  # here, and not in a process of the DataLoader's
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        process.start()
+        subprocess.run(["kill", str(process.pid)], check=True)
+        process.join()
+        return process.exitcode
 
 if __name__ == "__main__":
     with elaunch.init() as ctx:
@@ -284,6 +302,7 @@ if __name__ == "__main__":
             os._exit(0)
         os.kill(pid, signal.SIGTERM)
         print("fork", os.waitpid(pid, 0)[1], flush=True)
+        print("of a dataset", next(iter(DataLoader(Dataset()))).item(), flush=True)
 """
 
 

@@ -11,12 +11,11 @@ have the default action.
 
 from __future__ import annotations
 
-import multiprocessing
+import inspect
 import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import util
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], None]
@@ -32,15 +31,16 @@ def begin() -> Handler | None:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return None
-    server, shielded = os.getppid(), False
+    server, shielded, loads = os.getppid(), False, False
 
     def ignore(_signum: int, _frame: FrameType | None) -> None:
         """Do nothing; unlike SIG_IGN, a program that is executed does not inherit it."""
 
     def before_fork() -> None:  # the interpreter drops what comes to a fork in its first moment
-        nonlocal shielded
+        nonlocal shielded, loads
         shielded = signal.getsignal(signal.SIGTERM) is ignore
         if shielded:
+            loads = _made_by_loader()
             signal.pthread_sigmask(signal.SIG_BLOCK, TERM)
 
     def in_parent() -> None:
@@ -48,20 +48,26 @@ def begin() -> Handler | None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
 
     def in_child() -> None:
-        if shielded:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
-
-    def in_multiprocessing(_: Handler) -> None:
-        target = getattr(multiprocessing.current_process(), "_target", None)
-        if shielded and str(getattr(target, "__module__", "")).startswith("torch.utils.data."):
-            signal.pthread_sigmask(signal.SIG_BLOCK, TERM)
+        if not shielded:
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if loads:
             threading.Thread(target=_sift, args=(server,), name="sigterm", daemon=True).start()
+        else:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
 
     signal.signal(signal.SIGTERM, ignore)
     os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
-    util.register_after_fork(ignore, in_multiprocessing)
     return ignore
+
+
+def _made_by_loader() -> bool:
+    """Whether a DataLoader is about to fork: its code is what has called multiprocessing's."""
+    frame, name = inspect.currentframe(), __name__
+    while frame is not None and name.startswith((__name__, "multiprocessing.")):
+        frame = frame.f_back
+        name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return name.startswith("torch.utils.data.")
 
 
 def _sift(server: int) -> None:
