@@ -20,6 +20,7 @@ from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     AskRestart,
+    AwaitChildren,
     EndTree,
     Finish,
     Forward,
@@ -70,6 +71,7 @@ def limits_of(settings: Settings, meets: bool) -> Limits:
         max_restarts=settings.max_restarts,
         shutdown_timeout=settings.shutdown_timeout,
         sibling_grace=settings.sibling_grace,
+        wait_for_children=settings.wait_for_children,
         forwarded=frozenset(settings.forward_signals),
         preempting=frozenset(settings.preempt_signals),
         meets=meets,
@@ -196,6 +198,9 @@ class Agent:
             self._hurry(state, action)
         elif isinstance(action, EndTree):
             self._end_tree(state, action)
+        elif isinstance(action, AwaitChildren):
+            self._deadline = time.monotonic() + action.seconds
+            self._group.server.end_tree(state.round, None, action.seconds + KILL_DEADLINE)
         elif isinstance(action, Meet):
             grace = state.limits.shutdown_timeout if state.asked_to_end else None
             self._deadline = None if grace is None else time.monotonic() + grace
@@ -204,7 +209,7 @@ class Agent:
             self._links.notify(action.notice, action.grace)
             if action.grace is not None:
                 self._grace_until = self._deadline = time.monotonic() + action.grace
-                if late := late_save(self._saver.record(), action.grace):
+                if action.grace and (late := late_save(self._saver.record(), action.grace)):
                     log.warning("%s", late)
         elif isinstance(action, TakeStacks):
             self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)

@@ -24,6 +24,10 @@ _SHARED = (
         help="Seconds from SIGTERM to SIGKILL when a signal ends the command.",
     ),
     replace(
+        TABLE["wait-for-children"],
+        help="Seconds to wait for processes that a command has left that ended with 0.",
+    ),
+    replace(
         TABLE["log-dir"],
         help="Directory of the log files, by rank (default: no files).",
     ),

@@ -80,6 +80,7 @@ class Settings(Struct, frozen=True):
     on_event: str | None
     shutdown_timeout: float
     sibling_grace: float
+    wait_for_children: float
     virtual_local_rank: bool
     hang_timeout: float | Literal["auto"] | None
     progress: bool

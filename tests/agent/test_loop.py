@@ -52,6 +52,7 @@ def test_the_others_are_signalled_as_soon_as_they_were_looked_at(others: bool) -
         max_restarts=0,
         shutdown_timeout=5.0,
         sibling_grace=0.0,
+        wait_for_children=0.0,
         forward_signals=(),
         preempt_signals=(),
         hang_timeout=None,

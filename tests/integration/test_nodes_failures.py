@@ -213,3 +213,41 @@ def test_all_ranks_resume_from_the_newest_checkpoint(cluster: Build) -> None:
         steps.add(int(line[1]))
     assert len(steps) == 1 and steps.pop() >= 10
     assert end(job, *agents) == [0, 0]
+
+
+LEAVES = """
+import os, sys, time
+share, word = sys.argv[1:]
+if word == "leaves" and os.fork():
+    os._exit(0)
+until, code = ("go", 0) if word == "leaves" else ("end", int(word))
+os.setsid() if word == "leaves" else None
+print("up", flush=True)
+while not os.path.exists(f"{share}/{until}"):
+    time.sleep(0.01)
+print("end", flush=True)
+os._exit(code)
+"""
+
+
+@over("c10d", "etcd")
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_node_waits_for_what_its_worker_left(cluster: Build, backend: str, code: int) -> None:
+    """The job lasts until that has ended, or until another node's worker fails."""
+    job = Job(cluster, backend, 2)
+    (script := job.share / "leaves.py").write_text(LEAVES)
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--wait-for-children=300"]
+    waits, works = (
+        job.start(number, flags, [job.share, word], script=script)
+        for number, word in ((1, "leaves"), (2, str(code)))
+    )
+    for agent in (waits, works):
+        agent.wait_for_line("^up$", DEADLINE)
+    wait_until_said(waits, "waiting up to 300 s for what they left")
+    (job.share / "end").touch()
+    if code == 0:
+        works.wait_for_line("^end$", DEADLINE)
+        (job.share / "go").touch()
+    assert [agent.wait(DEADLINE).returncode for agent in (waits, works)] == [code, code]
+    assert ("end" in waits.output().splitlines()) == (code == 0)
+    assert ("ended what the workers had left: python" in waits.output("stderr")) == (code != 0)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.jobs import SPAWN, both_methods
 from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
-from tests.launching import Launcher, wait_until
+from tests.launching import Launcher, Running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +128,76 @@ def test_what_a_worker_leaves_is_named(elaunch: Launcher, tmp_path: Path) -> Non
     done = elaunch.run(["run", "--nproc-per-node=1", *SPAWN, script])
     assert done.returncode == 0
     assert re.search(r"round 0: ended what the workers had left: sleep \(\d+\)", done.stderr)
+
+
+LEAVES = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(os.write(1, b"told\\n") and 0))
+    print("uploading", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    print("uploaded", flush=True)
+else:
+    os._exit(int(sys.argv[2]))
+"""
+WAITING = "waiting up to 300 s for what they left"
+
+
+def leave(
+    elaunch: Launcher, place: Path, *words: str, wait: str = "300", flags: Sequence[str] = ()
+) -> Running:
+    """Start a worker that ends at once and leaves an uploader."""
+    (script := place / "leaves.py").write_text(LEAVES)
+    most = ["--nproc-per-node=1", "--rdzv-id=leaves", f"--wait-for-children={wait}"]
+    return elaunch.start(["run", *most, *SPAWN, *flags, script, place / "go", *words])
+
+
+def test_what_a_worker_leaves_is_waited_for(elaunch: Launcher, tmp_path: Path) -> None:
+    """It ends by itself, and nothing is ended."""
+    running = leave(elaunch, tmp_path, "0")
+    running.wait_for_line(WAITING, stream="stderr")
+    running.wait_for_line("^uploading$")
+    (tmp_path / "go").touch()
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert "uploaded" in done.stdout and "had left" not in done.stderr
+
+
+def test_the_wait_for_what_a_worker_leaves_is_over(elaunch: Launcher, tmp_path: Path) -> None:
+    """It gets SIGTERM then, as it would without a wait."""
+    done = leave(elaunch, tmp_path, "0", wait="0.5").wait()
+    assert done.returncode == 0, done.stderr
+    assert "told" in done.stdout and "ended what the workers had left: python" in done.stderr
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT, SIGUSR1])
+def test_a_signal_cuts_the_wait_short(elaunch: Launcher, tmp_path: Path, number: Signals) -> None:
+    """The job is done nevertheless."""
+    running = leave(elaunch, tmp_path, "0")
+    running.wait_for_line(WAITING, stream="stderr")
+    running.wait_for_line("^uploading$")
+    running.send_signal(number)
+    done = running.wait()
+    assert done.returncode == 0, done.stderr
+    assert "told" in done.stdout and "ended what the workers had left: python" in done.stderr
+
+
+def test_elaunch_stop_cuts_the_wait_short(elaunch: Launcher, tmp_path: Path) -> None:
+    """As a signal does."""
+    running = leave(elaunch, tmp_path, "0")
+    running.wait_for_line(WAITING, stream="stderr")
+    elaunch.run(["stop", "leaves"])
+    done = running.wait()
+    assert done.returncode == 0 and "told" in done.stdout, done.stderr
+
+
+def test_what_a_worker_leaves_that_fails(elaunch: Launcher, tmp_path: Path) -> None:
+    """Nothing is waited for: the next round has to begin."""
+    done = leave(elaunch, tmp_path, "3", flags=["--max-restarts=0"]).wait()
+    assert done.returncode == 3
+    assert WAITING not in done.stderr and "uploaded" not in done.stdout
 
 
 def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:

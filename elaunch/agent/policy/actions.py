@@ -45,6 +45,12 @@ class EndTree(Struct, frozen=True):
     grace: float = 0.0
 
 
+class AwaitChildren(Struct, frozen=True):
+    """Wait ``seconds`` for the processes that workers have left, before they are ended."""
+
+    seconds: float
+
+
 class Hurry(Struct, frozen=True):
     """Let the grace that runs end after at most ``grace`` seconds from now."""
 
@@ -124,6 +130,7 @@ Action = (
     | Meet
     | StopWorkers
     | EndTree
+    | AwaitChildren
     | Hurry
     | Forward
     | Notify

@@ -16,6 +16,7 @@ from typing import Any, Final
 from elaunch.agent.policy import events, hang, nodes, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
+    AwaitChildren,
     Decision,
     EndTree,
     Finish,
@@ -109,6 +110,9 @@ def _on_exit(state: State, event: events.Exit) -> Decision:
         what = "all workers ended with 0"
         if state.preempted and state.notice is not None:
             what = f"all workers have saved and ended ({state.notice.reason})"
+        wait = state.limits.wait_for_children
+        if wait and not state.preempted and not state.asked_to_end:
+            return AwaitChildren(wait), f"{what}; waiting up to {wait:g} s for what they left"
         reason = f"{what}; ending what they left, if anything"
         return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
     if state.phase is Phase.RUNNING:
@@ -147,6 +151,8 @@ def _on_signal(state: State, event: events.SignalReceived) -> Decision:
     if state.phase in (Phase.STOPPING, Phase.SWEEPING):
         if event.signum is signal.SIGINT and state.sigints == 2:
             return EndTree(), "SIGINT again: killing at once"
+        if state.waits:
+            return Hurry(0.0), f"{what}: all workers have ended"
         reason = f"{what}: the workers are being stopped already"
         if state.phase is Phase.STOPPING and state.failed and state.interrupted is event.signum:
             return Hurry(state.limits.shutdown_timeout), f"{reason}; no restart"
@@ -182,6 +188,8 @@ def _on_deadline(state: State, event: events.DeadlinePassed) -> Decision:
         return _not_started(state, 0, SILENT)
     if state.phase is Phase.STOPPING:
         return EndTree(), f"the grace is over; killing {workers(len(state.alive))}"
+    if state.waits:
+        return EndTree(signal.SIGTERM, state.limits.sibling_grace), "ending what the workers left"
     if state.phase is Phase.SWEEPING and state.killing:
         return _unkillable(state)
     if state.phase is Phase.SWEEPING:

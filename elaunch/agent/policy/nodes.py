@@ -201,6 +201,8 @@ def stopped(signum: signal.Signals) -> Decision:
 def _on_plan(state: State, event: events.PlanSeen) -> Decision:
     if state.phase is Phase.RUNNING:
         return _while_running(state, event.plan)
+    if state.waits and state.interrupted is None and (event.plan.asked or is_decided(state)):
+        return Hurry(0.0), event.plan.asked or event.plan.reason
     if state.phase is Phase.MEETING and event.plan.phase == "forming" and not state.limits.meets:
         return Nothing(), event.plan.reason  # a backoff
     if state.phase is Phase.MEETING:

@@ -130,7 +130,8 @@ def asked(state: State, reason: str, left: float | None = None) -> Decision:
     if state.phase is Phase.RUNNING:
         return notify(state, Notice(reason, "stop", grace))
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
-        return Notify(Notice(reason), None), f"{reason}: no round follows this one"
+        grace = 0.0 if state.waits else None
+        return Notify(Notice(reason), grace), f"{reason}: no round follows this one"
     if state.limits.meets:
         what = f"{reason}: no worker runs on this node; the other nodes are asked, too"
         if left is not None:

@@ -15,8 +15,8 @@ directory is looked at. This node joins the job as soon as the last two are know
 of a round is left here, and the coordinator's plan says what comes (elaunch.rendezvous): a round,
 from which checkpoint, after a backoff, or the end.
 RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they left is
-ended. FLUSHING: checkpoints that the workers have left in the agent's memory are written out, as
-far as the next round cannot load them from there.
+waited for (--wait-for-children) and ended. FLUSHING: checkpoints that the workers have left in the
+agent's memory are written out, as far as the next round cannot load them from there.
 ENDED: the agent leaves its loop.
 """
 
@@ -34,6 +34,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     Action,
     AskRestart,
+    AwaitChildren,
     EndTree,
     Finish,
     KillServer,
@@ -86,6 +87,7 @@ class Limits(Struct, frozen=True):
     max_restarts: int = 0
     shutdown_timeout: float = 30.0
     sibling_grace: float = 5.0
+    wait_for_children: float = 0.0
     forwarded: frozenset[signal.Signals] = frozenset()
     preempting: frozenset[signal.Signals] = frozenset()
     meets: bool = False
@@ -108,6 +110,7 @@ class State(Struct, frozen=True):
         server_lost: how the server ended, if it has.
         server_restarts: how often it was started again without a round.
         killing: the server was sent SIGKILL.
+        waits: in SWEEPING: what the workers have left may still end by itself.
         restarts, without_progress: of the job: for life, and since a newer checkpoint was seen.
         checkpoint: what this round resumed from.
         began: when the round's first worker was started, in monotonic seconds.
@@ -144,6 +147,7 @@ class State(Struct, frozen=True):
     server_lost: int | None = None
     server_restarts: int = 0
     killing: bool = False
+    waits: bool = False
     restarts: int = 0
     without_progress: int = 0
     checkpoint: Checkpoint | None = None
@@ -235,6 +239,8 @@ def observe(state: State, event: events.Event) -> State:
         return replace(state, began=event.at if state.began is None else state.began)
     if isinstance(event, events.Exit):
         return _observe_exit(state, event)
+    if isinstance(event, events.TreeGone):
+        return replace(state, waits=False)
     if isinstance(event, events.SignalReceived):
         return _observe_signal(state, event)
     if isinstance(event, events.ServerLost):
@@ -346,6 +352,10 @@ def follow(state: State, action: Action, reason: str = "") -> State:
         return replace(state, taking=True)
     if isinstance(action, RestartServer):
         return replace(state, server_lost=None, server_restarts=state.server_restarts + 1)
+    if isinstance(action, AwaitChildren):
+        return replace(state, phase=Phase.SWEEPING, waits=True)
+    if isinstance(action, EndTree):
+        return replace(state, phase=Phase.SWEEPING, waits=False)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
     if isinstance(action, Settle):
@@ -358,7 +368,6 @@ def follow(state: State, action: Action, reason: str = "") -> State:
 _PHASES: Final = {
     Meet: Phase.MEETING,
     StopWorkers: Phase.STOPPING,
-    EndTree: Phase.SWEEPING,
     Refuse: Phase.ENDED,
 }
 COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)

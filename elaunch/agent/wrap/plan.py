@@ -33,7 +33,7 @@ from elaunch.runs import statedir
 
 @dataclass(frozen=True)
 class WrapRequest:
-    """The options of ``elaunch wrap``'s command line; ``shutdown_timeout`` is in seconds."""
+    """The options of ``elaunch wrap``'s command line; times are in seconds."""
 
     command: tuple[str, ...]
     rank_env: str | None = None
@@ -44,6 +44,7 @@ class WrapRequest:
     tee: StreamMap = field(default_factory=lambda: StreamMap(3))
     role: str = "default"
     shutdown_timeout: float = 30.0
+    wait_for_children: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class WrapPlan:
     environ: Mapping[str, str]
     logs: LogPlan
     shutdown_timeout: float
+    wait_for_children: float
     launched: bool
 
     @property
@@ -106,6 +108,7 @@ def _plan(request: WrapRequest, environ: Mapping[str, str]) -> WrapPlan:
         environ={**environ, **variables},
         logs=_log_plan(request, local_rank, log_root, environ),
         shutdown_timeout=request.shutdown_timeout,
+        wait_for_children=request.wait_for_children,
         launched=names.family != "torch",
     )
 

@@ -11,7 +11,8 @@ SignalReceived      forwarded, unless the command has had it, too; the first tha
                     starts the grace, a later one ends it
 deadline            SIGKILL to everything below
 LauncherGone        as SIGTERM: the launcher was killed, and signals nobody
-WorkerExited        what the command left is ended; then the wrapper ends with its code
+WorkerExited        what the command left is waited for, if that is asked, and then ended; the
+                    wrapper ends with the command's code
 ServerLost          what is left is ended from here
 TreeGone            the end
 ==================  ==============================================================================
@@ -40,7 +41,7 @@ from elaunch.agent.children import Reaper
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.policy import events
 from elaunch.agent.signals import ENDING, SAME_SIGNAL
-from elaunch.agent.workers.server import ServerPlan, WorkerServer
+from elaunch.agent.workers.server import KILL_DEADLINE, ServerPlan, WorkerServer
 from elaunch.agent.wrap.plan import WrapPlan
 from elaunch.endings import exit_code, how_it_ended
 from elaunch.errors import ServerError
@@ -102,6 +103,7 @@ class Wrapper:
         self._deadline = math.inf
         self._held: deque[tuple[float, Signals]] = deque()
         self._sweeping = False
+        self._waits = False
         self._gone: events.TreeGone | None = None
 
     def run(self) -> int:
@@ -151,7 +153,13 @@ class Wrapper:
             raise ServerError(f"{self._who()} cannot be started: {event.problem}")
         elif isinstance(event, events.Exit):
             self._exited = event
-            well = event.exitcode == 0 or self._asked_at < math.inf
+            asked, wait = self._asked_at < math.inf, self._plan.wait_for_children
+            well = event.exitcode == 0 or asked
+            self._waits = event.exitcode == 0 and not asked and wait > 0.0
+            if self._waits:
+                self._sweep(None, wait + KILL_DEADLINE)
+                self._deadline = time.monotonic() + wait
+                return
             self._sweep(signal.SIGTERM if well else None, LEFT_GRACE if well else 0.0)
         elif isinstance(event, events.ServerLost):
             self._server.sweep_orphans(self._plan.round)
@@ -169,7 +177,9 @@ class Wrapper:
             return
         if ends and self._asked_at == math.inf:
             self._asked_at = now
-            if not self._sweeping:
+            if self._waits:
+                self._deadline = now
+            elif not self._sweeping:
                 self._deadline = now + self._plan.shutdown_timeout
         self._held.append((now + TO_ALL, signum))
 
@@ -180,6 +190,10 @@ class Wrapper:
         self._server.send({**order, "stops": signum in ENDING})
 
     def _on_deadline(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._sweep(signal.SIGTERM, LEFT_GRACE)
+            return
         if self._sweeping:
             self._server.kill()  # then ServerLost, and its orphans come to this process
             self._deadline = math.inf
@@ -206,6 +220,9 @@ class Wrapper:
             )
         code = self._exited.exitcode
         if code == 0:
+            if gone.killed:
+                names = ", ".join(f"{name} ({pid})" for pid, name in gone.killed)
+                self._show(f"ended what it had left: {names}")
             return 0
         self._show(f"{how_it_ended(code)}{self._hint(code)}")
         return exit_code(code)

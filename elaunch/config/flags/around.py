@@ -49,6 +49,13 @@ STOP = (
         "most --shutdown-timeout.",
     ),
     own(
+        "wait-for-children",
+        SECONDS,
+        "0",
+        "Seconds to wait for processes that the workers have left, when all ended with 0; then "
+        "they are ended.",
+    ),
+    own(
         "preempt-signals",
         Kind(values.signals, "SIGNAL,...", "comma-separated names of signals, or none", comma=","),
         "SIGUSR1,SIGUSR2",

@@ -18,6 +18,7 @@ from elaunch.agent.policy import events, hang, nodes, requests
 from elaunch.agent.policy.actions import (
     Action,
     AskRestart,
+    AwaitChildren,
     EndTree,
     Finish,
     Forward,
@@ -62,6 +63,7 @@ from tests.agent.histories import (
 TWO = Limits(2)
 THREE_RESTARTS = Limits(2, max_restarts=3)
 SAVING = Job(2, max_restarts=2, has_checkpoint_dir=True)
+WAITS = Limits(2, wait_for_children=60.0)
 FORWARDING = Limits(2, forwarded=frozenset({signal.SIGUSR1}))
 RUNS = (READY, started(0), started(1))
 FAILED = (*RUNS, exited(0, 7), exited(1, -15, stopped=True))
@@ -436,6 +438,31 @@ TABLE: dict[str, Row] = {
         (READY, events.SignalReceived(signal.SIGHUP)),
         StopWorkers(signal.SIGHUP, 2.5),
         "SIGHUP received: forwarded to the workers, grace 2.5 s",
+    ),
+    "what the workers leave is waited for": (
+        WAITS,
+        SUCCEEDED,
+        AwaitChildren(60.0),
+        "all workers ended with 0; waiting up to 60 s for what they left",
+    ),
+    "for as long as was said": (
+        WAITS,
+        (*SUCCEEDED, events.DeadlinePassed()),
+        SWEEP,
+        "ending what the workers left",
+    ),
+    "or until a signal": (
+        WAITS,
+        (*SUCCEEDED, TERM),
+        Hurry(0.0),
+        "SIGTERM received: all workers have ended",
+    ),
+    "or a second one": (WAITS, (*SUCCEEDED, INT, INT), EndTree(), "SIGINT again: killing at once"),
+    "not where the workers were told to end": (
+        WAITS,
+        (*RUNS, TERM, exited(0, 0), exited(1, 0)),
+        EndTree(signal.SIGTERM, 30.0),
+        "all workers have ended",
     ),
     "SIGINT twice": (TWO, (*RUNS, INT, INT), EndTree(), "SIGINT again: killing at once"),
     "SIGINT three times": (

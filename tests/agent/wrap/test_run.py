@@ -313,6 +313,37 @@ def test_nothing_is_left_when_the_command_ends(elaunch: Launcher) -> None:
     assert not elaunch.leftovers()
 
 
+LEAVES = """
+import os, signal, sys, time
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(os.write(1, b"told\\n") and 0))
+    print("uploading", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    print("uploaded", flush=True)
+else:
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [None, SIGTERM])
+def test_what_the_command_leaves_is_waited_for(
+    elaunch: Launcher, tmp_path: Path, number: Signals | None
+) -> None:
+    """Until it ends by itself, or a signal comes."""
+    running = start(elaunch, python(LEAVES, str(tmp_path / "go")), "--wait-for-children=300")
+    running.wait_for_line(r":uploading$")
+    if number is None:
+        (tmp_path / "go").touch()
+    else:
+        running.send_signal(number)
+    done = running.wait()
+    assert done.returncode == 0
+    assert ("told" in done.stdout) == ("ended what it had left: python" in done.stderr)
+    assert ("uploaded" in done.stdout) == (number is None)
+
+
 def children(pid: int) -> list[int]:
     """Return the children of a process."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
