@@ -26,10 +26,12 @@ from elaunch.checkpoint.records import Image
 from elaunch.checkpoint.search.locations import BUCKETS, without_slash
 from elaunch.checkpoint.storage.checksums import BLOCK, add_all, begin
 from elaunch.checkpoint.storage.durable import do_steps, plain_views, portions, write_document
-from elaunch.errors import UsageError
+from elaunch.errors import DamageError, UsageError
 
 MOST: Final = 64 * BLOCK
 """Bytes of an object that are had at once."""
+COPIED: Final = 16 * BLOCK
+"""Bytes of each of several objects that are copied at once."""
 
 
 class Objects:
@@ -134,12 +136,18 @@ class Objects:
             sources = [str(local / file) for file in files]
             _with_parents(system, targets, lambda: system.put(sources, targets))
 
-    def download(self, path: str, files: Sequence[str], local: Path) -> None:
-        """Get objects into a local directory."""
-        for file in files:
-            (local / file).parent.mkdir(parents=True, exist_ok=True)
-        with self._at(path) as (system, full):
-            system.get([f"{full}/{file}" for file in files], [str(local / f) for f in files])
+    def copy(self, path: str, file: FileEntry, local: Path) -> None:
+        """Get an object into a local directory; DamageError if it is not what its entry says."""
+        target, total = local / file.path, begin(file.checksum)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as opened:
+            for at in range(0, file.size, COPIED):
+                end = min(at + COPIED, file.size)
+                content = self.read_range(f"{path}/{file.path}", at, end)
+                total.update(content)
+                opened.write(content)
+        if total.text() != file.checksum:
+            raise DamageError(f"bad checksum: {file.path}")
 
     def differs(self, path: str, checksum: str) -> bool:
         """Return whether an object, read in pieces, has another checksum."""

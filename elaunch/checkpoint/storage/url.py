@@ -14,7 +14,8 @@ commit one stage at once: both put the same COMMIT, and each a ``metadata.json``
 two saves of one step and round at most one is committed: who has put COMMIT looks for another, and
 takes it back if there is one. There
 is no lock: ``run.json`` keeps other runs away. Scripts write into a local temporary directory, and
-what they read is copied into one and verified. A load of a state reads the ranges that it needs.
+what they read is copied into one, and verified as it comes. A load of a state reads the ranges that
+it needs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from elaunch.checkpoint.assemble import (
 )
 from elaunch.checkpoint.formats import own
 from elaunch.checkpoint.manifests import (
+    FileEntry,
     check_metadata,
     check_path,
     dump,
@@ -51,6 +54,7 @@ from elaunch.checkpoint.manifests import (
 from elaunch.checkpoint.ownership import NoLock, claim
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.storage import commit as committing
+from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import list_files, sync_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.storage.objects import Objects, Ranges, name_in
@@ -247,16 +251,16 @@ class ObjectStorage:
 
     @contextmanager
     def fetch(self, found: Committed) -> Iterator[Path]:
-        """Give a local copy, verified, and delete it at the end."""
+        """Give a local copy, verified as it is made, and delete it at the end."""
         name = name_in(found.place)
         with tempfile.TemporaryDirectory(prefix="elaunch-checkpoint-") as folder:
             path = Path(folder, found.name)
             path.mkdir()
-            files = [file for file in self._objects.sizes(name) if file not in _CLOSED]
-            if not files:
-                raise CheckpointError(f"{found.place} is gone")
-            self._objects.download(name, files, path)
-            own.verify(path, None)
+            documents, files = self._checked(found)
+            for file, content in documents.items():
+                (path / file).write_bytes(content)
+            copies = [partial(self._objects.copy, name, file, path) for file in files]
+            at_once(copies, _READERS, "fetch")
             yield path
 
     def ranges(self, found: Committed) -> Ranges:
@@ -276,21 +280,33 @@ class ObjectStorage:
 
     def verify(self, found: Committed, run_id: str | None = None, content: bool = True) -> None:
         """Read all of it; without ``content`` the documents only."""
+        _, files = self._checked(found, run_id)
+        for file in files if content else ():
+            if self._objects.differs(f"{name_in(found.place)}/{file.path}", file.checksum):
+                raise CheckpointError(f"bad checksum: {file.path}")
+
+    def _checked(
+        self, found: Committed, run_id: str | None = None
+    ) -> tuple[dict[str, bytes], list[FileEntry]]:
+        """Return the documents, which fit each other, and the files, which have their sizes."""
         name = name_in(found.place)
         sizes = self._objects.sizes(name)
+        if not sizes:
+            raise CheckpointError(f"{found.place} is gone")
         if layout.COMMIT not in sizes:
             raise CheckpointError(f"not committed: {layout.COMMIT} is missing")
         ours = [file for file in sizes if "/" not in file and layout.is_reserved(file)]
         if large := [file for file in ours if sizes[file] > JSON_LIMIT]:
             raise CheckpointError(f"{large[0]} is larger than {JSON_LIMIT} bytes")
         documents = {file: self._objects.read(f"{name}/{file}") for file in ours}
-        for file in chain(*own.check_documents(found.name, documents, run_id).values()):
+        listed = own.check_documents(found.name, documents, run_id).values()
+        files = list(dict.fromkeys(chain(*listed)))
+        for file in files:
             size = sizes.get(file.path)
             if size is None:
                 raise CheckpointError(f"missing: {file.path}")
             own.check_size(file, size)
-            if content and self._objects.differs(f"{name}/{file.path}", file.checksum):
-                raise CheckpointError(f"bad checksum: {file.path}")
+        return documents, files
 
     def quarantine(self, found: Committed | Location, reason: str) -> None:
         """Put the marker with the reason, then delete COMMIT."""

@@ -42,6 +42,7 @@ class KnownCheckpoints:
             ``resumed`` it changes in calls of all ranks only, so it is the same on all of them.
         own: the newest that this rank has committed without the others.
         whole: uuids of those that were verified, or written by this job.
+        damaged: uuids of those of which a rank has read what does not fit the manifests.
         unrecalled: uuids of those that could not be had from memory: it is logged once.
         read_only: why nothing can be saved here: the directory is another job's.
         problem: why this rank does not find what the round resumed from.
@@ -57,6 +58,7 @@ class KnownCheckpoints:
     read_only: SaveError | None = None
     problem: Exception | None = None
     whole: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
     unrecalled: set[str] = field(default_factory=set)
     staged: dict[str, Stage] = field(default_factory=dict)
     pending: Committed | None = None

@@ -37,6 +37,7 @@ from elaunch.training.checkpoint.session import CheckpointSession
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from elaunch.training.checkpoint.callcontext import CallContext
     from elaunch.training.checkpoint.handle import Background, Blocking, Either, Scheduled
     from elaunch.training.checkpoint.save import SaveCache
 
@@ -183,13 +184,17 @@ class CheckpointContext:
             CheckpointError: on all ranks; there is none, it is damaged, or a rank cannot reach it.
         """
         what = "restore_path"
-        with self._section(loads=True):
+        with self._section(loads=True), contextlib.ExitStack() as stack:
             call, wanted = restore.wanted(self._session, uuid, None, timeout=timeout, what=what)
-            call, found = restore.choose(call, wanted)
-            if found is None:
+            paths = []
+
+            def use(there: CallContext, found: Committed) -> None:
+                opened = restore.opened(there, found, timeout=timeout, what=what)
+                paths.append(stack.enter_context(opened))
+
+            if restore.read(call, wanted, True, use) is None:
                 raise restore.not_there(what)
-            with restore.opened(call, found, timeout=timeout, what=what) as path:
-                yield path
+            yield paths[0]
 
     @_in_section
     def latest(self) -> Committed | None:

@@ -4,7 +4,8 @@ Rank 0 chooses; the others follow. It first verifies a checkpoint that this job 
 nor verified. If the latest is gone or damaged, the newest that is whole takes its place, on all
 ranks. While the block lasts nobody deletes it: retention and ``delete`` see the readers' lock. From
 a URL the first rank of each node fetches it for the others; ``load`` has each rank read ranges of
-it. With a directory per node, each node first gets what it lacks (nodecopies).
+it. Both compare what they read with the manifests, so nothing else reads it before. With a
+directory per node, each node first gets what it lacks (nodecopies).
 """
 
 from __future__ import annotations
@@ -194,6 +195,7 @@ def _put_aside(
 ) -> None:
     """Take a damaged checkpoint away from all readers, on each node. ALL ranks call it together."""
     call.known.whole.discard(found.uuid)
+    call.known.damaged.add(found.uuid)
     with together(call.distributed, wanted.what, wanted.timeout, CheckpointError):
         if call.acts and call.known.read_only is None:
             log.warning("an older checkpoint is looked for: %s", damage)
@@ -378,14 +380,15 @@ def opened(call: CallContext, found: Committed, timeout: float | None, what: str
 def _named(call: CallContext, name: str) -> tuple[Location | None, Committed]:
     """Return a checkpoint, verified, and where it is if that is not this run's place."""
     if os.sep in name:
-        return elsewhere.committed_at(elsewhere.find_at(parse_location(name)))
+        place = parse_location(name)
+        return elsewhere.committed_at(elsewhere.find_at(place, content=isinstance(place, Path)))
     pending = call.known.pending
     if pending is not None and name in (pending.name, pending.uuid):
         return None, pending
     found = call.storage.find(name)
     if not call.local and found.uuid not in call.known.whole:
         with _kept(found):
-            call.storage.verify(found)
+            where.verify(call.storage, found, call.known)
         call.known.whole.add(found.uuid)
     return None, found
 

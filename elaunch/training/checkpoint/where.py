@@ -177,12 +177,14 @@ def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
 def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
     """Return why a checkpoint cannot be read from, "" if it can; put a damaged one aside.
 
-    Of what was whole before only documents and sizes are looked at. One that cannot be read just
-    now stays, and so does another job's.
+    Of what was whole before, and of what is at a URL, only documents and sizes are looked at. One
+    that cannot be read just now stays, and so does another job's.
     """
+    if found.uuid in known.damaged:
+        return f"{found.name} is damaged"
     try:
         with retention.reading(found.place):
-            storage.verify(found, content=found.uuid not in known.whole)
+            verify(storage, found, known)
     except CheckpointError as error:
         if known.read_only is None:
             put_aside(storage, found, str(error))
@@ -193,6 +195,12 @@ def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
         return f"{found.name} cannot be read: {error}"
     known.whole.add(found.uuid)
     return ""
+
+
+def verify(storage: Storage, found: Committed, known: KnownCheckpoints) -> None:
+    """Raise CheckpointError for one that is damaged; of a URL what is read is compared as it is."""
+    at_path = isinstance(found.place, Path)
+    storage.verify(found, content=at_path and found.uuid not in known.whole)
 
 
 def put_aside(storage: Storage, found: Committed, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,101 @@ def test_an_object_that_is_too_short(tmp_path: Path) -> None:
     assert not isinstance(said[0], Raised) and said[0] == said[1], said
     error, after = said[0]
     assert "__1_0.distcp" in error and after == [0, 1]
+
+
+def begun_at_url(ctx: Any, how: str) -> Any:
+    """Return what one read in a new job takes, and what it has read."""
+    where.parse_location = lambda text: text
+    before = read_by_this_process()
+    if how == "restore_path":
+        with ctx.checkpoint.restore_path() as path:
+            found = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    elif how == "load_ddp":
+        state = {"w": torch.zeros(ROWS, MIB // 4)}
+        ctx.checkpoint.load_ddp(state)
+        found = int(state["w"][:, 0].sum())
+    else:
+        uuid = ctx.checkpoint.list()[-1].uuid if how == "load by its uuid" else None
+        state = sharded(False)
+        ctx.checkpoint.load(state, uuid=uuid)
+        found = state["n"]
+    return read_by_this_process() - before, found
+
+
+def saved_for_another(ctx: Any, how: str) -> Any:
+    """Save what :func:`begun_at_url` reads."""
+    where.parse_location = lambda text: text
+    if how == "load_ddp":
+        rows = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, MIB // 4)
+        ctx.checkpoint.save_ddp({"w": rows.contiguous()}, 1)
+    else:
+        ctx.checkpoint.save(sharded(True), 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ("load", 1),
+        ("load by its uuid", 1),
+        ("restore_path", 1),
+        ("load_ddp", 3),  # the node's copy, and that by each of its ranks
+    ],
+)
+def test_a_job_without_an_agent_reads_once(tmp_path: Path, how: str, times: int) -> None:
+    """What it begins with is not read as a whole before, nor compared in a reading of its own."""
+    assert not any(in_group(saved_for_another, 2, tmp_path, how, env=at_url(tmp_path)))
+    said = in_group(begun_at_url, 2, tmp_path, how, env=at_url(tmp_path))
+    assert not any(isinstance(one, Raised) for one in said), said
+    counts = [count for count, _ in said]
+    assert ROWS * MIB <= sum(counts) < (times * ROWS + 16) * MIB, counts
+    if how == "load_ddp":
+        assert {found for _, found in said} == {sum(range(ROWS))}
+    else:
+        assert all(found for _, found in said)
+
+
+def begun_with_damage(ctx: Any, how: str, stays: bool) -> Any:
+    """Read the latest, which is damaged; ``stays``: no file can be written, to put it aside."""
+    where.parse_location = lambda text: text
+    if how == "restore_path":
+        with ctx.checkpoint.restore_path() as path:
+            return path.name.partition(".")[0], ctx.distributed.allgather(1)
+    state = {"w": torch.zeros(ROWS, MIB // 4)} if how == "load_ddp" else sharded(False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if stays else before[0], before[1]))
+    try:
+        found = getattr(ctx.checkpoint, how)(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return found.name.partition(".")[0], ctx.distributed.allgather(1)
+
+
+def saved_twice(ctx: Any, how: str) -> None:
+    """Save two checkpoints."""
+    where.parse_location = lambda text: text
+    for step in (1, 2):
+        if how == "load_ddp":
+            ctx.checkpoint.save_ddp({"w": torch.zeros(ROWS, MIB // 4)}, step)
+        else:
+            ctx.checkpoint.save(sharded(True), step)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "stays"),
+    [("load", False), ("load", True), ("restore_path", False), ("load_ddp", False)],
+)
+def test_a_job_without_an_agent_begins_with_damage(tmp_path: Path, how: str, stays: bool) -> None:
+    """The next older one is read, by all ranks, even where the damaged one cannot be put aside."""
+    assert not any(in_group(saved_twice, 2, tmp_path, how, env=at_url(tmp_path)))
+    (folder,) = (tmp_path / "objects").glob("step-00000002.*")
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    with largest.open("r+b") as opened:
+        opened.seek(20 * MIB)
+        byte = opened.read(1)[0]
+        opened.seek(20 * MIB)
+        opened.write(bytes([byte ^ 1]))
+    said = in_group(begun_with_damage, 2, tmp_path, how, stays, env=at_url(tmp_path))
+    assert said == [("step-00000001", [1, 1])] * 2
+    assert (folder / "QUARANTINED").exists() is not stays
