@@ -16,7 +16,8 @@ deliver      who has something           those that take it
 The ``_local`` forms are the same within the node, its chief in rank 0's place. What is delivered
 goes up to the root, and down only where a rank below takes it. A rank that could
 not pickle its object gives the reason instead, and every rank gets that: the call fails on all of
-them, and the next one works again.
+them, and the next one works again. A rank without memory for what comes breaks the channel: all
+ranks raise its error.
 """
 
 from __future__ import annotations
@@ -238,6 +239,8 @@ class RankChannel:
             self._expired(call, exchange, timeout)
         except Differs as error:
             self._fail(call, "other", f"{call}: {error}", ())
+        except MemoryError as error:
+            self._fail(call, "other", f"{call}: {self._me} has no memory {error}".rstrip(), ())
         except CollectiveError:
             raise  # all ranks are through with the call; the next one works
         except BaseException as error:

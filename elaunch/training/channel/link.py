@@ -252,9 +252,12 @@ def _is_entry(row: object) -> bool:
 
 def _memory(size: int) -> memoryview:
     """Return memory for one object; that of a large one costs nothing until its bytes come."""
-    if size < CHUNK:
-        return memoryview(bytearray(size))
-    return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    try:
+        if size < CHUNK:
+            return memoryview(bytearray(size))
+        return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except (MemoryError, OSError):
+        raise MemoryError(f"to receive {size} bytes") from None
 
 
 def _clipped(buffers: Iterable[memoryview], size: int) -> Iterator[memoryview]:
@@ -383,6 +386,9 @@ class Link:
         except (OSError, BadFrame) as error:
             self._lost(error)
             return False
+        except MemoryError:
+            self.end = End("abort", "", ())  # what comes cannot be read; the reason can be sent
+            raise
         if frames is None:
             self._lost(None)
             return False

@@ -91,6 +91,28 @@ def test_no_memory_for_a_load(tmp_path: Path) -> None:
     assert after == [0, 1]
 
 
+def no_memory_to_receive(ctx: Any, name: str) -> Any:
+    """Send large bytes of rank 0 for which rank 1 has no memory, and make another call."""
+    rank, ranks = ctx.distributed.rank, ctx.distributed
+    content = bytes(2 * LARGE) if rank == 0 else b""
+    ranks.barrier()
+    with little_memory(rank):
+        said = tried(lambda: getattr(ranks, name)(content))
+    return said, tried(ranks.barrier)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["broadcast", "allgather"])
+def test_no_memory_to_receive(tmp_path: Path, name: str) -> None:
+    """Both ranks raise what rank 1 lacks, not that a connection is lost, and again afterwards."""
+    said = in_group(no_memory_to_receive, 2, tmp_path, name)
+    assert said[0] == said[1] and not isinstance(said[0], Raised), said
+    error, after = said[0]
+    assert error.startswith(f"CollectiveError: {name} #") and ": rank 1 (" in error, error
+    assert " has no memory to receive 335" in error, error
+    assert "not connected any more since" in after and "has no memory" in after, after
+
+
 def wrong_on_one_rank(ctx: Any, directory: Path) -> Any:
     """Give on rank 1 what means nothing, in one call after the other."""
     rank, ck = ctx.distributed.rank, ctx.checkpoint
