@@ -7,7 +7,8 @@ any other is refused before anything is imported or called for it.
 reader            for
 ================  ==================================================================================
 ``load_listed``   large pickles of classes that all are known beforehand: C speed, and no class that
-                  is named can be changed, since the pickle gets a stand-in that makes its instances
+                  is named can be changed, since the pickle gets a stand-in that makes its
+                  instances; nor can a member of an enum
 ``Careful``       values of any kind: an unpickler in Python that knows what it calls and what it
                   fills. It takes plain values of Python, numpy and torch, what the script has named
                   to ``torch.serialization.add_safe_globals``, and what its caller names
@@ -19,12 +20,14 @@ into a place where such a value stands now accepts them.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import math
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, EnumMeta
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -223,10 +226,27 @@ class _StandInType(type):
         raise PickleRefused(f"it sets {ascii(name)[:80]} of a class")
 
 
+class _Member:
+    """A member of an enum as a pickle gets it: equal to the real one, which everybody shares."""
+
+    __slots__ = ("_real",)
+
+    def __init__(self, real: Enum) -> None:
+        self._real = real
+
+    def __eq__(self, other: object) -> bool:
+        return self._real is other
+
+    def __hash__(self) -> int:
+        return hash(self._real)
+
+
 def _stand_in(real: Any) -> Any:
     """Return what a pickle gets for ``real``: itself where nobody can change that."""
     if isinstance(real, FunctionType):
         return lambda *args: real(*args)
+    if isinstance(real, EnumMeta):
+        return lambda value: _Member(real(value))
     if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
         return real
 
@@ -257,6 +277,7 @@ def load_listed(data: bytes | memoryview, find: Callable[[str, str], Any]) -> An
 
     Raises what unpickling raises; PickleRefused is an UnpicklingError.
     """
+    copyreg.clear_extension_cache()  # what is in it is not looked up
     return _Listed(io.BytesIO(data), find).load()
 
 
@@ -328,10 +349,13 @@ class Careful(_InPython):  # type: ignore[misc]
         _InPython.load_newobj_ex(self)
 
     def load_build(self) -> None:
-        """Fill an instance; never a class or a function, and numpy's only with what they are."""
+        """Fill an instance; numpy's only with what they are.
+
+        Never what the process shares: a class, a function, a member of an enum.
+        """
         state, filled = self.stack[-1], self.stack[-2]
         kind = type(filled)
-        if id(filled) in self._named or isinstance(filled, type | FunctionType):
+        if id(filled) in self._named or isinstance(filled, type | FunctionType | Enum):
             raise PickleRefused(f"it changes {getattr(filled, '__name__', 'what it has named')}")
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(filled, numpy.dtype):

@@ -6,8 +6,10 @@ and values with ``torch.load(weights_only=False)``, so each of these runs on eve
 
 from __future__ import annotations
 
+import copyreg
 import io
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -28,7 +30,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+)
 
 from elaunch.errors import CheckpointError
 from elaunch.training import unpickling
@@ -91,6 +97,44 @@ def test_metadata_changes_no_class(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="sets '__init__' of a class"):
         stored.read(attack, tmp_path)
     assert Metadata.__init__ is before
+
+
+_MEMBER = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R"
+_SETS = {
+    "a dict": b"}X\x04\x00\x00\x00evilK\x01sb",
+    "slots": b"N}X\x04\x00\x00\x00evilK\x01s\x86b",
+    "its value": b"}X\x07\x00\x00\x00_value_K\x02sb",
+    "its class": b"N}X\x09\x00\x00\x00__class__ctorch\nSize\ns\x86b",
+}
+
+
+@pytest.mark.parametrize("state", _SETS)
+@pytest.mark.parametrize("reader", ["metadata", "value"])
+def test_no_member_of_an_enum_is_changed(reader: str, state: str) -> None:
+    """BUILD with a member in place of an instance would last as long as the process. torchrun: so.
+
+    ``value``: what another rank sends, which may name DCP's classes, too.
+    """
+    members = [*_MEM_FORMAT_ENCODING]
+    before = [(type(one), dict(vars(one))) for one in members]
+    attack = b"\x80\x02" + _MEMBER + _SETS[state] + b"."
+    with pytest.raises((CheckpointError, pickle.UnpicklingError)):
+        if reader == "metadata":
+            stored.read(attack, Path("ck"))
+        else:
+            unpickling.load_careful(attack, unpickling.Records())
+    assert [(type(one), vars(one)) for one in members] == before
+
+
+def test_metadata_has_no_extension() -> None:
+    """A number stands for what copyreg knows, and may have been looked up already. torchrun: so."""
+    copyreg.add_extension("posix", "getpid", 77)
+    try:
+        assert pickle.loads(b"\x82\x4d.") is os.getpid
+        with pytest.raises(CheckpointError, match=r"names posix\.getpid"):
+            stored.read(b"\x80\x02\x82\x4d)R.", Path("ck"))
+    finally:
+        copyreg.remove_extension("posix", "getpid", 77)
 
 
 def archive(data: bytes, *more: str) -> bytes:
