@@ -37,15 +37,13 @@ class Disks:
 
     def start(self, *flags: str, words: tuple[str, ...] = ()) -> list[Running]:
         """Start the agents of all nodes."""
-        return [
-            self.job.start(
-                number,
-                [f"--checkpoint-dir={root}", "--checkpoint-local", *flags],
-                words,
-                script=RESUMED,
-            )
-            for number, root in enumerate(self.roots, 1)
-        ]
+        numbers = range(1, 1 + len(self.roots))
+        return [self.start_one(number, *flags, words=words) for number in numbers]
+
+    def start_one(self, number: int, *flags: str, words: tuple[str, ...] = ()) -> Running:
+        """Start the agent of one node."""
+        given = [f"--checkpoint-dir={self.roots[number - 1]}", "--checkpoint-local", *flags]
+        return self.job.start(number, given, words, script=RESUMED)
 
 
 def resumed(agents: list[Running]) -> list[tuple[str, str, Path]]:
@@ -206,6 +204,34 @@ def test_a_sender_that_dies_in_the_middle(cluster: Build, other_has_it: bool) ->
     disks.roots.pop()
     step = 50 if other_has_it else 40
     assert_alike(found, disks, layout.step_name(step, 0), step)
+
+
+def test_nodes_that_do_not_reach_each_other_are_waited_for(cluster: Build) -> None:
+    """One fetches from another once the two are linked again; the coordinator reaches both.
+
+    Nobody goes on from the older step that all have, and the job does not end.
+    """
+    job = Job(cluster, "etcd", 3)
+    disks = Disks(job, 3)
+    for root in disks.roots:
+        makers.own(root, 40, run_id="job")
+    newest = makers.own(disks.roots[1], 50, run_id="job")
+    shutil.copytree(newest, disks.roots[0] / newest.name)
+    part = disks.roots[0] / newest.name / "model.pt"
+    part.write_bytes(b"X" + part.read_bytes()[1:])  # so only node 2 has it
+    job.machines.partition([job.machines[2]], [job.machines[3]])
+    assert job.etcd is not None
+    names, agents = job.etcd.keys, [disks.start_one(1, "--nnodes=3")]
+    wait_until(lambda: any("/lead/" in name for name in names()), DEADLINE, "node 1 leads")
+    agents += [disks.start_one(number, "--nnodes=3") for number in (2, 3)]
+    waits = r"waiting for its checkpoints, up to 600 s: .*cannot be had: .*cannot be reached"
+    wait_until(
+        lambda: any(re.search(waits, one.output("stderr")) for one in agents),
+        DEADLINE,
+        "a node that does not reach the other",
+    )
+    job.machines.heal()
+    assert_alike(resumed(agents), disks, newest.name, 50)
 
 
 def test_a_node_that_cannot_store_it_is_named(cluster: Build) -> None:

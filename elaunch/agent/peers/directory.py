@@ -206,6 +206,8 @@ class LocalCopies:
                     self._complete(path, files, scratch, sources)
                 else:
                     self._make(path, files, scratch, sources)
+        except Undelivered as error:
+            return {"error": str(error), "gone": error.gone}
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return {"ok": True}
@@ -296,7 +298,8 @@ class NodeSources:
     def fetch(self, wanted: WholeFile, target: Path) -> None:
         """Write the file to ``target``, synced, from the first node that gives it whole.
 
-        Raises CheckpointError that names each node that did not, and why; OSError for the disk.
+        Raises CheckpointError that names each node that did not, and why; Undelivered, ``gone``, if
+        one of them was not reached, and may have it; OSError for the disk.
         """
         holders = sorted(wanted.holders, key=lambda one: (one + self._first) % len(self._nodes))
         problems = []
@@ -312,12 +315,18 @@ class NodeSources:
             else:
                 return
         name = wanted.entry.path or self._checkpoint
-        raise CheckpointError(f"{name} cannot be had: {'; '.join(problems) or 'no node has it'}")
+        text = f"{name} cannot be had: {'; '.join(problems) or 'no node has it'}"
+        if any(node in self._gone for node in holders):
+            raise Undelivered(text, True)
+        raise CheckpointError(text)
 
     def _fetch(self, node: int, entry: FileEntry, target: Path) -> None:
         connection = self._connections.get(node)
         if connection is None:
-            connection = self._peers.call(self._nodes[node], time.monotonic() + REACH_S)
+            try:
+                connection = self._peers.call(self._nodes[node], time.monotonic() + REACH_S)
+            except Undelivered as error:
+                raise Undelivered(str(error), True) from error
             self._connections[node] = connection
         asked = {"do": "file", "checkpoint": self._checkpoint, "file": entry.path}
         size = int(connection.ask(asked).get("size", -1))

@@ -2,7 +2,8 @@
 
 An agent that connects shows that it is of the job (elaunch.wire.stream), then sends requests,
 one after the other, each a line of JSON with ``do``. The answer to each is one line,
-``{"ok": true, …}`` or ``{"error": "…"}``; lines ``{"busy": n}`` may come before it: n grows while
+``{"ok": true, …}`` or ``{"error": "…"}``, with ``"gone": true`` where another agent that it takes
+for that cannot be reached; lines ``{"busy": n}`` may come before it: n grows while
 something gets done, so that a slow agent differs from one that hangs. Bytes follow a line as
 frames:
 
@@ -168,7 +169,8 @@ class PeerConnection:
             if answer is None:
                 raise Undelivered(f"{self.who} has ended, or hung up", True)
             if "error" in answer:
-                raise Undelivered(f"{self.who}: {answer['error']}")
+                gone = answer.get("gone") is True
+                raise Undelivered(f"{self.who}: {answer['error']}", gone)
             if "busy" not in answer:
                 return answer
             now = time.monotonic()

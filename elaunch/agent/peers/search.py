@@ -10,8 +10,9 @@
 
 All that is done before the round is published, so that no worker starts from less. An agent that
 cannot be reached has probably died: what it has does not count, and the round waits until it is no
-member any more, or for a search that reaches it. One that stays a member and cannot be reached ends
-the job with an error that names it.
+member any more, or for a search that reaches it. The round waits as well where one node cannot
+reach the other that it fetches from. One that stays a member and cannot be reached ends the job
+with an error that names it.
 """
 
 from __future__ import annotations
