@@ -39,6 +39,7 @@ class Etcd:
     def __init__(self, nodes: Sequence[Node]) -> None:
         programs.needed("etcd", "etcdctl")
         self._options: list[str] = []
+        self._user: list[str] = []
         self._peers = ",".join(f"{n.name}=http://{n.address}:{PEER_PORT}" for n in nodes)
         self.members = [Member(node, self._start(node)) for node in nodes]
         self.leader()
@@ -77,9 +78,31 @@ class Etcd:
     def ctl(self, *words: str) -> str:
         """Run an ``etcdctl`` and return what it prints."""
         member = self.leader()
-        done = member.node.run(_etcdctl(member, *words))
+        done = member.node.run(_etcdctl(member, *self._user, *words))
         assert done.returncode == 0, done
         return done.stdout
+
+    def add_user(self, name: str, password: str) -> None:
+        """Create a user of elaunch's keys, and switch on authentication."""
+        for words in (
+            ["user", "add", "root:root"],
+            ["user", "grant-role", "root", "root"],
+            ["user", "add", f"{name}:{password}"],
+            ["role", "add", "jobs"],
+            ["role", "grant-permission", "jobs", "--prefix=true", "readwrite", "/elaunch/"],
+            ["user", "grant-role", name, "jobs"],
+            ["auth", "enable"],
+        ):
+            self.ctl(*words)
+        self._user = ["--user=root:root"]
+
+    def set_password(self, name: str, password: str) -> None:
+        """Change a user's password."""
+        words = ["user", "passwd", name, "--interactive=false"]
+        member = self.leader()
+        ctl = " ".join(_etcdctl(member, *self._user, *words))
+        done = member.node.run(["sh", "-c", f"echo {password} | {ctl}"])
+        assert done.returncode == 0, done
 
     def put(self, key: str, value: str) -> None:
         """Write what is no agent's."""

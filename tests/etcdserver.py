@@ -116,6 +116,7 @@ class Cluster:
     members: list[Member]
     identity: Identity | None = None
     client_certs: bool = False
+    users: bool = False
 
     def place(self, **changes: Any) -> EtcdCluster:
         """Return how to reach it, with ``changes`` to the fields."""
@@ -165,7 +166,7 @@ class Cluster:
         member: Member | None = None,
         timeout: float = 60.0,
     ) -> Any:
-        """Ask one member something through gRPC, as root if there are users."""
+        """Ask one member something through gRPC, as root after ``add_user``."""
         from elaunch.store.etcd import imports
 
         loaded = imports.load()
@@ -178,7 +179,13 @@ class Cluster:
             credentials = loaded.grpc.ssl_channel_credentials(*(f.read_bytes() for f in files))
             channel = loaded.grpc.secure_channel(target, credentials, options)
         with channel:
-            return loaded.method(channel, service, method)(request, timeout=timeout)
+            metadata = []
+            if self.users:
+                root = loaded.rpc.AuthenticateRequest(name="root", password="root")
+                token = loaded.method(channel, "Auth", "Authenticate")(root, timeout=timeout).token
+                metadata = [("token", token)] if token else []
+            call = loaded.method(channel, service, method)
+            return call(request, timeout=timeout, metadata=metadata)
 
     def fill(self) -> None:
         """Write until it takes no more; give it a small ``--quota-backend-bytes``."""
@@ -257,7 +264,23 @@ class Cluster:
         grant.perm.key, grant.perm.range_end = start, end_of(start)
         self.call("Auth", "RoleGrantPermission", grant)
         self.call("Auth", "UserGrantRole", rpc.AuthUserGrantRoleRequest(user=user, role="jobs"))
-        self.call("Auth", "AuthEnable", rpc.AuthEnableRequest())
+        self.set_auth(True)
+
+    def set_auth(self, on: bool) -> None:
+        """Switch authentication on or off."""
+        from elaunch.store.etcd import imports
+
+        rpc = imports.load().rpc
+        request = rpc.AuthEnableRequest() if on else rpc.AuthDisableRequest()
+        self.call("Auth", "AuthEnable" if on else "AuthDisable", request)
+        self.users = on
+
+    def set_password(self, user: str, password: str) -> None:
+        """Change a user's password."""
+        from elaunch.store.etcd import imports
+
+        request = imports.load().rpc.AuthUserChangePasswordRequest(name=user, password=password)
+        self.call("Auth", "UserChangePassword", request)
 
     def log(self, member: Member) -> str:
         """Return the end of what a member has written."""

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -277,7 +277,7 @@ class Meeting:
             self._store = store
             self._first_post = None if post is None else (store, post)
 
-    def _post(self, effects: list[Effect]) -> None:
+    def _post(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if not isinstance(effect, Fence):
                 self._world.post(effect)
@@ -291,7 +291,6 @@ class Meeting:
             return self._store, self._member.name
 
     def _follow(self) -> None:
-        member = self._member
         while True:
             enrolled = self._enrolled()
             if enrolled is None:
@@ -304,7 +303,7 @@ class Meeting:
             except StoreError as exc:
                 self._unread("reading", exc)
                 continue
-            member.read("reading")
+            self._read("reading")
             if post is not None:
                 self._receive(store, post)
 
@@ -361,12 +360,17 @@ class Meeting:
                 if store.await_leadership(name, SLICE):
                     self._coordinate(store, name)
                 else:
-                    self._member.read("leading")
+                    self._read("leading")
             except RecordError as exc:
                 self._world.post(MeetingFailed(exc.exit_code, str(exc)))
                 return
             except StoreError as exc:
                 self._unread("leading", exc)
+
+    def _read(self, what: What) -> None:
+        """Note that something could be read."""
+        with self._changed:
+            self._post(self._member.read(what))
 
     def _unread(self, what: What, problem: StoreError) -> None:
         """Note that something could not be read, and wait a moment before the next try."""
@@ -405,7 +409,7 @@ class Meeting:
     def _note_decided(self, state: CoordinatorState) -> None:
         with self._changed:
             self._decided = state
-            self._member.read("leading")
+            self._read("leading")
             self._changed.notify_all()
 
     def _pause(self) -> None:

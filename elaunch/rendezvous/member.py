@@ -292,11 +292,17 @@ class MemberState:
     def unread(self, what: What, problem: StoreError, now: float) -> list[Effect]:
         """Note that something could not be read; that may not last for ever."""
         self._note_problem(problem, now)
-        return [*self._overdue.refused(what, problem, now), *self._give_up_if_overdue(now)]
+        return [*self._undone(what, problem, now), *self._give_up_if_overdue(now)]
 
-    def read(self, what: What) -> None:
+    def read(self, what: What) -> list[StoreBack]:
         """Note that it could be read."""
-        self._overdue.done(what)
+        return self._overdue.done(what)
+
+    def _undone(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
+        """Note what the store did not do; workers that run need no more than our lease."""
+        works = self._record is not None and self._record.state == "running"
+        spared = works and what != "plan" and isinstance(problem, StoreDenied)
+        return self._overdue.refused(what, problem, now, needed=not spared)
 
     def _note_problem(self, problem: StoreError, now: float) -> None:
         """Keep what the store refused, for the error of an agent that waits in vain."""
@@ -415,7 +421,7 @@ class MemberState:
         if now - self._last_answer >= self._limit:
             effects += self._give_up(self._lost_store(now))
         if isinstance(task, Update | Enrol):
-            effects += self._overdue.refused("entry", problem, now)
+            effects += self._undone("entry", problem, now)
         return effects + self._give_up_if_overdue(now)
 
     @property

@@ -136,26 +136,34 @@ class Overdue:
 
     def __init__(self) -> None:
         self._since: dict[What, float] = {}
-        self._named = False
+        self._named: What | None = None
 
-    def refused(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
+    def refused(
+        self, what: What, problem: StoreError, now: float, *, needed: bool = True
+    ) -> list[StoreSilent]:
         """Note that it was not done, or may not have been.
 
-        A store that is full, or does not let us in any more, is named once.
+        A store that is full, or does not let us in any more, is named once. While something is not
+        ``needed``, it may stay undone.
         """
-        self._since.setdefault(what, now)
+        if needed:
+            self._since.setdefault(what, now)
+        else:
+            self._since.pop(what, None)
         if self._named or not isinstance(problem, StoreFull | StoreDenied):
             return []
-        self._named = True
-        return [StoreSilent(f"{problem}; the job goes on until something has to be decided")]
+        self._named = what
+        then = "" if isinstance(problem, StoreFull) else ": let this agent in again before then"
+        return [StoreSilent(f"{problem}; the job goes on until something has to be decided{then}")]
 
     def done(self, what: What) -> list[StoreBack]:
         """Note that it was done."""
         self._since.pop(what, None)
-        if what in ("reading", "leading"):
+        if self._named != what:
             return []
-        named, self._named = self._named, False
-        return [StoreBack("the store takes writes again")] if named else []
+        self._named = None
+        does = "lets this agent in" if what in ("reading", "leading") else "takes writes"
+        return [StoreBack(f"the store {does} again")]
 
     def overdue(self, now: float, answered: float, limit: float) -> str:
         """Return what was not done for ``limit`` seconds or more, and for how long; or "".

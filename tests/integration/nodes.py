@@ -99,9 +99,14 @@ class Job:
 
         wait_until(look, seconds + DEADLINE, f"steps of rank {rank} in round {round}")
 
-    def pair(self, flags: Sequence[Word], words: Sequence[Word] = ()) -> list[Running]:
+    def pair(
+        self,
+        flags: Sequence[Word],
+        words: Sequence[Word] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> list[Running]:
         """Start the agents of nodes 1 and 2, wait until both train; return them by rank."""
-        agents = [self.start(number, flags, words) for number in (1, 2)]
+        agents = [self.start(number, flags, words, env=env) for number in (1, 2)]
         for rank, agent in enumerate(agents):
             wait_for_worker(agent, rank, 0)
         return agents

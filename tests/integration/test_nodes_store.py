@@ -290,6 +290,46 @@ def test_etcd_is_full(cluster: Build) -> None:
         assert sum("the job goes on until" in line for line in full) == 1
 
 
+USER = {"ELAUNCH_ETCD_USER": "trainer", "ELAUNCH_ETCD_PASSWORD": "s3cret"}
+
+
+def test_a_password_is_changed_while_the_job_trains(cluster: Build) -> None:
+    """Each agent says so soon; the training goes on, and what has finished ends with 0."""
+    job = Job(cluster, "etcd", 2)
+    job.conf["store_timeout"] = 4
+    assert job.etcd is not None
+    job.etcd.add_user("trainer", "s3cret")
+    agents = job.pair(["--nnodes=2", "--max-restarts=0"], env=USER)
+    job.etcd.set_password("trainer", "another")
+    for agent in agents:
+        denied = wait_until_said(agent, "does not know the user 'trainer' .*the job goes on")
+        assert job.etcd.endpoint in denied.string
+    for rank in range(2):  # for longer than the store may be lost, or a lease lives
+        job.goes_on(0, rank, 3 * LONGER_THAN_A_LEASE)
+    assert end(job, *agents) == [0, 0]
+    for agent in agents:
+        assert rounds(agent) == [(0, 2)]
+        assert sum("the job goes on until" in line for line in said(agent)) == 1
+
+
+@pytest.mark.trial
+def test_a_password_is_changed_and_set_back(cluster: Build) -> None:
+    """The agents go on to write, and agree on the next round."""
+    job = Job(cluster, "etcd", 2)
+    assert job.etcd is not None
+    job.etcd.add_user("trainer", "s3cret")
+    agents = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"], env=USER)
+    job.etcd.set_password("trainer", "another")
+    for agent in agents:
+        wait_until_said(agent, "does not know the user 'trainer' .*the job goes on")
+    (job.share / "fail.0").touch()
+    wait_until_said(agents[1], r"rank 1 exited with code 7")
+    job.etcd.set_password("trainer", "s3cret")
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 1)
+    assert end(job, *agents) == [0, 0]
+
+
 def test_a_hand_changes_what_is_in_etcd(cluster: Build) -> None:
     """Garbage, another version, too much, nothing: the agents write it again, and the job goes on.
 

@@ -22,7 +22,7 @@ from elaunch.rendezvous.events import (
 )
 from elaunch.rendezvous.events import MeetingFailed as Failed
 from elaunch.rendezvous.member import NO_LEADER, MemberState, renewal_period
-from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
+from elaunch.rendezvous.plan import AgentState, JobSeen, NodeStatus, Plan
 from elaunch.store.protocol import Post
 
 RECORD = NodeStatus("node1", "10.0.0.1", 4000, 1)
@@ -190,6 +190,26 @@ def test_records_that_cannot_be_read_are_not_waited_for_for_ever(answers: bool) 
     assert 30.0 <= now < 32.0
     expected = "has let this agent read no records for 3" if answers else "lost the store"
     assert expected in told[-1].problem
+
+
+def test_workers_need_no_store_that_lets_their_agent_in() -> None:
+    """The entry is renewed, and they run; the deadline begins when one of them has failed."""
+    member = joined()
+    denied = StoreDenied("no such password")
+    told, now, failed_at = list[Effect](), 0.0, 100.0
+    while not (told and isinstance(told[-1], Failed)):
+        now += 0.1
+        state: AgentState = "running" if now < failed_at else "failed"
+        member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state=state, round=0))
+        task = member.next(now)
+        if not isinstance(task, Idle):
+            refused = denied if isinstance(task, Update) else None
+            told += [one for one in member.done(task, now, now, refused) if type(one) is not Fence]
+        told += member.unread("reading", denied, now)
+        assert now < failed_at + 40.0
+    assert failed_at + 30.0 <= now
+    assert [type(one) for one in told] == [StoreSilent, Failed]
+    assert str(told[0]).count("let this agent in again before then") == 1
 
 
 def test_a_plan_that_is_not_taken_has_the_same_deadline() -> None:

@@ -177,7 +177,9 @@ START: Final = (
         "The store in which the nodes' agents meet answers and does not let this agent in, or is "
         "to be hosted by a torch that cannot.",
         "Compare user, password, certificates and the job's secret with those of the other nodes; "
-        "docs/rendezvous.md. Where the message names a torch, host the store on another node.",
+        "docs/rendezvous.md. Where the message names a torch, host the store on another node. If "
+        "the job runs already, its training goes on: give the user its old password or role back, "
+        "and the agents write again within seconds.",
         seen="exit code 69 of `elaunch run`",
     ),
     Cause(

@@ -52,6 +52,8 @@ PROBE_SECONDS = 0.3
 """How long all members together have to report how they are."""
 PASSES = 3
 """How often the members that know a leader are tried for one call."""
+DENIED_PAUSE = 2.0
+"""Seconds for which a refused password is not tried again: each try costs etcd much."""
 
 CLOSE_SECONDS = 1.0
 
@@ -86,6 +88,8 @@ class Calls:
         self._let_in = False
         self._token: str | None = None
         self._token_lock = threading.Lock()
+        self._refused = ""  # why the password was refused
+        self._refused_until = 0.0
 
     @property
     def lost(self) -> bool:
@@ -122,7 +126,12 @@ class Calls:
         return answer
 
     def attempt(
-        self, one: Callable[[Member, float, Metadata], Result], seconds: float, budget: float
+        self,
+        one: Callable[[Member, float, Metadata], Result],
+        seconds: float,
+        budget: float,
+        *,
+        anonymous: bool = False,
     ) -> Result:
         """Do ``one(member, seconds, metadata)`` at the current member, or at others that can.
 
@@ -130,6 +139,7 @@ class Calls:
             one: raises grpc.RpcError or Refusal; may be called more than once.
             seconds: what one member has for it.
             budget: seconds after which nothing more is tried.
+            anonymous: a member gets our token only if it asks for it.
 
         Raises:
             as ``ask``.
@@ -141,7 +151,7 @@ class Calls:
         for _ in range(PASSES):
             for member in candidates:
                 try:
-                    result = self._at(member, one, seconds)
+                    result = self._at(member, one, seconds, anonymous)
                 except Refusal as refusal:
                     refusals[member.address] = refusal
                 else:
@@ -184,7 +194,7 @@ class Calls:
     def forget_token(self, metadata: Metadata) -> None:
         """Have a new token fetched for the next call, if ``metadata`` has the present one."""
         with self._token_lock:
-            if ("token", self._token) in metadata:
+            if not self._token or ("token", self._token) in metadata:
                 self._token = None
 
     def refusal(self, error: Any, waited: float) -> Refusal:
@@ -207,13 +217,18 @@ class Calls:
             self.moved()
 
     def _at(
-        self, member: Member, one: Callable[[Member, float, Metadata], Result], seconds: float
+        self,
+        member: Member,
+        one: Callable[[Member, float, Metadata], Result],
+        seconds: float,
+        anonymous: bool,
     ) -> Result:
         """Do it at one member, twice if it did not know our token; raises Refusal."""
         for may_renew in (True, False):
-            metadata: Metadata = ()
+            metadata: Metadata = _NEEDS_LEADER
             try:
-                metadata = self.metadata(member, seconds)
+                if not (anonymous and may_renew):
+                    metadata = self.metadata(member, seconds)
                 return one(member, seconds, metadata)
             except self.loaded.grpc.RpcError as error:
                 refusal = self.refusal(error, seconds)
@@ -238,6 +253,8 @@ class Calls:
 
     def _authenticate(self, member: Member, seconds: float) -> str:
         """Return a token for our user; empty if this etcd has no users."""
+        if time.monotonic() < self._refused_until:
+            raise Refusal("denied", self._refused)
         request = self.loaded.rpc.AuthenticateRequest(
             name=self.cluster.user, password=self.cluster.password or ""
         )
@@ -246,7 +263,11 @@ class Calls:
         except self.loaded.grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
-            raise
+            refusal = self.refusal(error, seconds)
+            if refusal.kind == "denied":
+                self._refused = refusal.text
+                self._refused_until = time.monotonic() + DENIED_PAUSE
+            raise refusal from error
 
     def _probe(self, refusals: dict[str, Refusal]) -> list[Member]:
         """Return the members that know a leader, the current one first; ``refusals`` is updated."""

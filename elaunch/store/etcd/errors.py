@@ -9,7 +9,8 @@ silent      does not answer in time                               another member
 failing     answers that it cannot do it now                      another member
 tls         and this agent do not agree on encryption or on       another; StoreDenied if all do
             certificates
-token       does not know our token: expired, or it was restarted  a new token
+token       does not know our token (expired, or it was restarted)  a new token, or StoreDenied
+            or has had none of us                                  where we have no user
 denied      knows us and does not let us in                       StoreDenied
 gone        knows our lease no more                               LeaseLost
 full        takes no more writes: etcd's space is used up         StoreFull
@@ -33,11 +34,15 @@ Kind = Literal[
 _LONGEST_TEXT = 200
 _DENIED = (
     "authentication failed",
-    "user name is empty",
     "user name not found",
     "permission denied",
 )
-_TOKEN = ("invalid auth token", "auth: revision in header is old", "auth store is old")
+_TOKEN = (
+    "invalid auth token",
+    "user name is empty",
+    "auth: revision in header is old",
+    "auth store is old",
+)
 _TLS = ("handshake", "unwrap failed", "security handshaker", "certificate")
 _CUT_OFF = "tcp handshaker shutdown"
 """gRPC's text when time ran out before the other side's first frame: packets are lost."""

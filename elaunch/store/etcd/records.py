@@ -15,16 +15,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from elaunch.errors import LeaseLost
+from elaunch.errors import LeaseLost, StoreUnreachable
 from elaunch.store.etcd.calls import Transactions
 from elaunch.store.etcd.cluster import Keys, end_of
+from elaunch.store.etcd.connection import Member, Metadata
 from elaunch.store.etcd.watch import Watch, Watcher
 from elaunch.store.protocol import Change, Lease, Post
 
 LEFT = b"\0left"
 _AGES_AT_ONCE = 64
+_LOOK_SECONDS = 5.0
+"""How often an agent that waits for a plan looks whether etcd still lets it in."""
 
 
 class EtcdMembers:
@@ -226,7 +230,10 @@ class EtcdPlan:
         return self._look()[1]
 
     def follow(self, after: int, timeout: float) -> Post | None:
-        """Wait for a post newer than ``after``; raises as Calls.ask, and StoreClosed."""
+        """Wait for a post newer than ``after``; raises as Calls.ask, and StoreClosed.
+
+        Raises StoreDenied soon after etcd has ceased to let us in: its streams go on all the same.
+        """
         began = time.monotonic()
         self._txns.calls.check_open()
         self._begin_to_watch()
@@ -238,7 +245,26 @@ class EtcdPlan:
             self._replaced = False
             return newest
 
-        return self._watcher.wait(newer, began, timeout)
+        left = timeout
+        while (
+            found := self._watcher.wait(newer, time.monotonic(), min(left, _LOOK_SECONDS))
+        ) is None:
+            self._check_let_in()
+            left = began + timeout - time.monotonic()
+            if left <= 0:
+                return None
+        return found
+
+    def _check_let_in(self) -> None:
+        """Raise StoreDenied if etcd does not let us in; one member's word is enough."""
+        calls = self._txns.calls
+        request = calls.loaded.rpc.RangeRequest(key=self._key, count_only=True, serializable=True)
+
+        def one(member: Member, seconds: float, metadata: Metadata) -> None:
+            member.call("KV", "Range", request, seconds, metadata)
+
+        with suppress(StoreUnreachable):  # the watch notices that by itself
+            calls.attempt(one, calls.cluster.call_timeout, calls.cluster.call_timeout)
 
     def _look(self) -> tuple[Any | None, Post | None, Any | None]:
         """Return what is at the plan's key, the post, and what is at the key of its nodes."""

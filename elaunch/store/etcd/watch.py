@@ -255,7 +255,8 @@ class Watcher:
         refusal = errors.refusal("UNKNOWN", text, 0.0)
         if refusal.kind in ("token", "denied"):
             self._calls.forget_token(self._metadata)
-        if refusal.kind == "denied":
+        no_user = refusal.kind == "token" and self._calls.cluster.user is None
+        if refusal.kind == "denied" or no_user:
             raise StoreDenied(errors.denied(self._calls.cluster, text))
         raise StoreUnreachable(f"{stream.member.address} ended a watch: {text or 'no reason'}")
 

@@ -105,13 +105,13 @@ def one(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def retry(call: Callable[[], object]) -> object:
+def retry(call: Callable[[], object], denied: type[StoreError] = StoreUnreachable) -> object:
     """Return what ``call`` returns as soon as etcd can be reached, and it is something."""
     until = time.monotonic() + LONG
     while True:
         try:
             found = call()
-        except StoreUnreachable:
+        except (StoreUnreachable, denied):
             found = None
         if found:
             return found
@@ -461,6 +461,62 @@ def test_users_and_passwords(tmp_path: Path, opened: Callable[..., EtcdStore]) -
         retry(lambda: store.publish(2, b"after the restart"))
         assert retry(lambda: other.follow(1, 5.0)) == Post(2, b"after the restart")
         retry(lambda: store.renew() is None)
+
+
+@pytest.fixture(params=["simple", "jwt"])
+def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """An etcd with the user ``jobs``, by each kind of token."""
+    options = []
+    if request.param == "jwt":
+        key = tmp_path / "jwt.key"
+        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
+        options = [f"--auth-token=jwt,priv-key={key},sign-method=RS256,ttl=1s"]
+    with serve(tmp_path / "etcd", options=options) as cluster:
+        cluster.add_user("jobs", "s3cret", "/jobs")
+        yield cluster
+
+
+def test_a_password_that_was_changed(
+    guarded: Cluster, agents: Callable[..., Agent], opened: Callable[..., EtcdStore]
+) -> None:
+    """An agent learns of it while it waits, and keeps its entry; nothing need be opened anew."""
+    mine = guarded.place(prefix="/jobs", user="jobs", password="s3cret")
+    agent = agents(mine, "n0", ttl=2.0)
+    guarded.set_password("jobs", "another")
+    with pytest.raises(StoreDenied, match="does not know the user 'jobs' with this password"):
+        agent.store.follow(0, LONG)
+    with pytest.raises(StoreDenied):
+        agent.store.update(b"unheard")
+    guarded.members[0].kill()
+    guarded.members[0].start()  # the next renewal goes over a new stream, without a token
+    guarded.await_ready()
+    threading.Event().wait(5.0)  # longer than the entry lives without renewal
+    other = opened(guarded.place(prefix="/jobs", user="jobs", password="another"))
+    assert [lease.value for lease in other.members().values()] == [b"here"]
+    assert agent.lost is None
+
+    guarded.set_password("jobs", "s3cret")
+    retry(lambda: agent.store.update(b"heard") is None, StoreDenied)
+    assert agent.store.follow(0, 0.1) is None
+
+
+def test_users_come_and_go(guarded: Cluster, agents: Callable[..., Agent]) -> None:
+    """An agent with a user works on; one without is denied while there are users."""
+    guarded.set_auth(False)
+    known = agents(guarded.place(prefix="/jobs", user="jobs", password="s3cret"), "n0", ttl=2.0)
+    stranger = agents(guarded.place(prefix="/jobs"), "n1", ttl=2.0)
+    assert known.store.follow(0, 0.1) is None
+    assert stranger.store.follow(0, 0.1) is None
+    for _ in range(2):
+        guarded.set_auth(True)
+        known.store.update(b"with users")
+        assert known.store.follow(0, 0.1) is None
+        with pytest.raises(StoreDenied, match="give a user"):
+            stranger.store.follow(0, LONG)
+        guarded.set_auth(False)
+        known.store.update(b"without")
+        assert stranger.store.follow(0, 0.1) is None
+    assert known.lost is stranger.lost is None
 
 
 def test_a_password_where_there_are_no_users(
