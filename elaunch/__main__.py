@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import sys
-from types import FrameType
 
-from elaunch import earlysignals
+# ``python -m`` puts the working directory first on the path: a random.py there would be imported
+# for Python's. A worker still has its script's directory there.
+_SPEC = getattr(sys.modules["__main__"], "__spec__", None)
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ADDS = not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+if _ADDS and _SPEC is not None and _SPEC.name.startswith("elaunch.") and sys.path[0] != _HERE:
+    del sys.path[0]
+
+import gc  # noqa: E402
+import signal  # noqa: E402
+from types import FrameType  # noqa: E402
+
+from elaunch import earlysignals  # noqa: E402
 
 
 def main() -> int:

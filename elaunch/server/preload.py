@@ -157,13 +157,14 @@ def preload(
 
 
 def _hides(error: BaseException) -> str:
-    """Return the file beside the script that was imported for one of Python's modules, or ""."""
+    """Return what hides which module, where a file beside the script was imported for another."""
     called = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
-    for name in sys.stdlib_module_names:
+    for name in (*sys.stdlib_module_names, "torch", "numpy"):
         loaded = getattr(sys.modules.get(name), "__file__", None)
         for file in (f"{sys.path[0]}/{name}.py", f"{sys.path[0]}/{name}/__init__.py"):
             if file == loaded or file in called:
-                return file
+                what = "Python's own module of that name"
+                return f"{file} hides {what if name in sys.stdlib_module_names else name}"
     return ""
 
 
@@ -173,11 +174,12 @@ def _import(modules: Sequence[str], tried: bool) -> Preloaded:
     for name in modules:
         try:
             importlib.import_module(name)
+            if (torch := sys.modules.get("torch")) is not None:
+                torch.cuda  # noqa: B018  a torch.py beside the script has none
         except BaseException as error:  # a module may raise anything, SystemExit included
             last = traceback.format_exception_only(type(error), error)[-1].strip()
-            if file := _hides(error):
-                hidden = f"{file} hides Python's own module of that name; rename it"
-                return Preloaded(f"--preload {name}: {last}; {hidden}")
+            if hidden := _hides(error):
+                return Preloaded(f"--preload {name}: {last}; {hidden}; rename it")
             return Preloaded(
                 f"--preload {name}: {last} (in {sys.executable}); install it there, leave it out "
                 "(--preload none imports nothing), or use --start-method spawn"

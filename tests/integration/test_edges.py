@@ -212,21 +212,38 @@ def test_a_module_beside_the_script_can_be_preloaded(elaunch: Launcher, tmp_path
     assert "--start-method spawn" in done.stderr
 
 
-def test_a_module_beside_the_script_hides_one_of_pythons(elaunch: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["random", "torch"])
+def test_a_module_beside_the_script_hides_another(
+    elaunch: Launcher, tmp_path: Path, name: str
+) -> None:
     """torch cannot be imported then; installing it anew would not help."""
     script = tmp_path / "job" / "main.py"
     script.parent.mkdir()
     script.write_text("import torch\n")
-    hiding = script.with_stem("random")
+    hiding = script.with_stem(name)
     hiding.write_text("VALUE = 7\n")
     # By itself: what the tests fork has imported torch and its modules already.
-    done = elaunch.start_command(
-        ["env", sys.executable, "-m", "elaunch", "run", str(script)]
-    ).wait()
-    assert done.returncode == 2
+    command = [sys.executable, "-m", "elaunch", "run", "main.py"]
+    done = elaunch.start_command(["env", *command], cwd=script.parent).wait()
+    assert done.returncode == 2, done.stderr
     (told,) = without_waits(done.stderr).splitlines()
-    assert f"{hiding} hides Python's own module of that name; rename it" in told
+    hidden = "torch" if name == "torch" else "Python's own module of that name"
+    assert f"{hiding} hides {hidden}; rename it" in told
     assert "install it" not in told
+
+
+@pytest.mark.parametrize("name", ["signal", "socket", "logging"])
+@pytest.mark.parametrize("module", ["elaunch", "elaunch.torchrun"])
+def test_modules_in_the_working_directory_are_not_the_agents(
+    elaunch: Launcher, tmp_path: Path, name: str, module: str
+) -> None:
+    """``python -m`` has it first on the path."""
+    (tmp_path / "main.py").write_text("print('done')\n")
+    (tmp_path / f"{name}.py").write_text("VALUE = 7\n")
+    command = [sys.executable, "-m", module, *(["run"] if module == "elaunch" else [])]
+    words = ["--start-method=spawn", "--nproc-per-node=1", "main.py"]
+    done = elaunch.start_command(["env", *command, *words], cwd=tmp_path).wait()
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_a_directory_without_anything_known_is_pointed_out(

@@ -193,6 +193,44 @@ def test_a_script_of_four_lines_fails(elaunch: Launcher, tmp_path: Path, nproc: 
     assert logs.stderr.count("ValueError: my own bug") == 1
 
 
+SLOW_END = """\
+import atexit, os, signal, sys, torch.distributed as dist
+def end():
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        signal.pause()
+atexit.register(end)
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    if "own" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    raise ValueError("my own bug")
+dist.barrier()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("how", ["signalled", "own"])
+def test_the_rank_that_raised_ends_last(
+    elaunch: Launcher, tmp_path: Path, nproc: int, how: str
+) -> None:
+    """The report is about it; of those that have lost it nothing but their ends is shown."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_END)
+    words = [f"--nproc-per-node={nproc}", "--run-id=slow", "--torchrun-report", str(script), how]
+    done = elaunch.run(["run", *words])
+    assert done.returncode == 1
+    printed, _, table = without_waits(done.stderr).partition("\ntorch.distributed.elastic.")
+    assert len(printed.splitlines()) <= 19, done.stderr
+    assert printed.count("Traceback (most recent") == 1, done.stderr
+    assert "  ValueError: my own bug" in printed.splitlines()
+    assert "Connection closed by peer" not in printed
+    assert "rank      : 1 (" in table.partition("Root Cause")[2], done.stderr
+    assert "my own bug" in table.partition("Root Cause")[2], done.stderr
+    shown = elaunch.run(["why", "slow"]).stdout
+    assert shown.count("Traceback (most recent") == 1, shown
+
+
 @pytest.mark.parametrize(
     ("flags", "words", "shown"),
     [

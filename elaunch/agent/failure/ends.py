@@ -190,11 +190,34 @@ class FailureReport(Struct, frozen=True):
         return next((each for each in own if each.message or each.explanation.code), None)
 
     @property
+    def guilty(self) -> Failure:
+        """The worker of this node that is to blame: the culprit, or else the first to fail."""
+        accused = self.culprit.ranks[:1] if self.culprit else ()
+        everyone = (self.first, *self.victims, *self.stopped)
+        return next((one for one in everyone if one.exit.rank in accused), self.first)
+
+    @property
+    def traced(self) -> tuple[int, ...]:
+        """The ranks whose tracebacks its text shows: a victim's where the cause has nothing."""
+        guilty, first = self.guilty, self.first
+        stacks = () if self.scene is None else self.scene.groups
+        seen = any(guilty.exit.rank in group.ranks for group in stacks)
+        known = seen or guilty.message or guilty.explanation.code
+        if guilty is first or (known and first.explanation.victim):
+            return (guilty.exit.rank,)
+        return (first.exit.rank, guilty.exit.rank)
+
+    @property
+    def cause(self) -> Failure:
+        """The worker that failed for a reason of its own; the first where none is known."""
+        return self.likelier or self.first
+
+    @property
     def code(self) -> str:
         """The code of the cause in the catalogue; empty where none is known."""
         if self.hang is not None:
             return explain.OF_COMMAND[HangError.exit_code].code
-        return (self.likelier or self.first).explanation.code
+        return self.cause.explanation.code
 
     @property
     def headline(self) -> str:
@@ -202,7 +225,7 @@ class FailureReport(Struct, frozen=True):
         if self.hang is not None:
             return one_line(self.hang.seen.reason)
         said = self.culprit.sentence if self.culprit else ""
-        return shortened(one_line(said or failed(self.likelier or self.first)), MAX_HEADLINE)
+        return shortened(one_line(said or failed(self.cause)), MAX_HEADLINE)
 
     @property
     def accused(self) -> str:
@@ -214,8 +237,7 @@ class FailureReport(Struct, frozen=True):
     @property
     def signature(self) -> str:
         """The failure's text without its numbers: equal where it comes again in another round."""
-        guilty = self.likelier or self.first
-        end, told = guilty.exit.word, guilty.message
+        end, told = self.cause.exit.word, self.cause.message
         if self.hang is not None:
             end, told = "hang", self.hang.seen.reason
         return one_line(f"{self.code} {end} {_NUMBER.sub('#', told)}")[:MAX_SIGNATURE]

@@ -47,6 +47,8 @@ Where another rank than the first is guilty, what is known of that one comes bef
     First to fail: rank 3 (local_rank 3, pid 4713) on host node0 exited with code 1, …
     It is a victim of that. (elaunch explain E-COLLECTIVE-TIMEOUT)
 
+The traceback of such a victim is shown only if nothing else is known of the guilty rank.
+
 Of a round that hung the first lines are::
 
     rank 3 has made no progress for 60 s (step 41; the others are at step 42)
@@ -89,15 +91,15 @@ MOST_VICTIMS = 8
 
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
-    """Write the launcher's own error file, if ``environ`` names one, from the first failure."""
-    first = report.first
+    """Write the launcher's own error file, if ``environ`` names one, from the cause."""
+    cause = report.cause
     if report.hang is not None:
         told = "\n".join(hang_lines(report.hang))
         return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), told)
-    message = summary(report) + (f": {first.message}" if first.message else "")
-    callstack = "\n".join(first.traceback) or first.explanation.text or message
+    message = cause.exit.text + (f": {cause.message}" if cause.message else "")
+    callstack = "\n".join(cause.traceback) or cause.explanation.text or message
     return errorfile.write_launcher_file(
-        environ, first.exit.exitcode or 1, first.error, message, callstack
+        environ, report.first.exit.exitcode or 1, cause.error, message, callstack
     )
 
 
@@ -153,25 +155,27 @@ def _cause(report: FailureReport) -> Iterator[str]:
         yield from _wrap(line)
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
-    yield from _evidence(first)
-    yield from _log(first)
+    if end.rank in report.traced:
+        yield from _evidence(first)
+        yield from _log(first)
 
 
 def _guilty(report: FailureReport) -> Iterator[str]:
     """Yield what is known of the guilty rank, where that is not the first to fail."""
-    culprit = report.culprit
-    if culprit is None:
+    one = report.guilty
+    if one is report.first:
         return
-    others = (*report.victims, *report.stopped)
-    for one in (each for each in others if each.exit.rank in culprit.ranks[:1]):
-        yield from _wrap(_coded(one.explanation))
-        if one.message:
-            yield from _evidence(one)
-        elif stack := _stack(report, one.exit.rank):
-            yield f"Rank {one.exit.rank} was here, most recent call first:"
-            yield from (f"  {frame}" for frame in stack)
-        yield from _log(one)
-        yield ""
+    if not one.stopped:
+        after = f"{one.ms_after_first:.0f} ms after rank {report.first.exit.rank}"
+        yield f"{_identity(one.exit)} on host {report.host} {one.exit.how}, {after}"
+    yield from _wrap(_coded(one.explanation))
+    if one.message:
+        yield from _evidence(one)
+    elif stack := _stack(report, one.exit.rank):
+        yield f"Rank {one.exit.rank} was here, most recent call first:"
+        yield from (f"  {frame}" for frame in stack)
+    yield from _log(one)
+    yield ""
 
 
 def _stack(report: FailureReport, rank: int) -> Sequence[str]:
@@ -258,10 +262,11 @@ def _next(report: FailureReport) -> Iterator[str]:
 
 
 def _others(report: FailureReport) -> Iterator[str]:
-    if report.victims:
+    victims = [one for one in report.victims if one is not report.guilty or report.hang]
+    if victims:
         yield "Failed by themselves afterwards:"
     similar: dict[tuple[str, ...], list[Failure]] = {}
-    for failure in report.victims:
+    for failure in victims:
         tells = failure.message and not failure.explanation.victim
         said = [_first_line(failure.message, WIDTH - 4)] if tells else []
         said += [failure.error.problem] if failure.error and failure.error.problem else []
@@ -297,7 +302,7 @@ def _table(report: FailureReport) -> str:
     longest = max(len(line) for block in blocks.values() for line in block.split("\n"))
     title = f"{report.name} FAILED"
     width = min(max(longest, len(title)), MAX_RULE)
-    root = blocks.pop(report.first.exit.rank)
+    root = blocks.pop(report.cause.exit.rank)
     parts = [
         HEADING,
         "=" * width,
@@ -343,7 +348,7 @@ def _table_text(failure: Failure) -> str:
         return "\n".join(failure.traceback)
     if error and error.message:
         return error.message
-    if end.exitcode < 0:
+    if end.exitcode < 0 and not (failure.stopped and failure.message):
         name = signal_name(end.exitcode) or NOT_AVAILABLE
         return f"Signal {-end.exitcode} ({name}) received by PID {end.pid}"
     if failure.message:

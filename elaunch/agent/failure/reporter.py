@@ -185,7 +185,7 @@ class Reporter:
         made, elsewhere = self._made, self._publisher.failed_elsewhere(state) is not None
         ranks: tuple[int, ...] = ()
         if made is not None and not elsewhere:
-            ranks = (made.first.exit.rank, *(made.culprit.ranks if made.culprit else ()))
+            ranks = made.traced
         drops = self._shown or elsewhere or state.interrupted is not None
         self._pump.settle(state.round, drops=drops, shown=ranks, run=self._settings.run_id)
 
