@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,7 @@ from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
 
-WORKERS = 16
-LIMIT = 25.0
-"""Seconds for the restart; two seconds for each worker would be more."""
+WORKERS = 4
 _DETACH = 2  # MNT_DETACH of umount2(2)
 SCRIPT = """\
 import os, pathlib, sys, time
@@ -33,42 +31,37 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.fixture
-def hang() -> Iterator[Callable[[Path], None]]:
-    """Return what has a directory hang: FUSE is mounted there, and nobody serves it."""
+def hang() -> Iterator[Callable[[Path], ExitStack]]:
+    """Return what has a directory hang, until what it returns is closed: nobody serves its FUSE."""
     programs.allowed("only root can mount" if os.getuid() else None)
     programs.allowed(None if Path("/dev/fuse").exists() else "the kernel has no FUSE")
-    libc, mounted, device = (
-        ctypes.CDLL(None, use_errno=True),
-        list[bytes](),
-        os.open("/dev/fuse", 2),
-    )
+    libc, until = ctypes.CDLL(None, use_errno=True), ExitStack()
 
-    def mount(path: Path) -> None:
-        target = os.fsencode(path)
+    def mount(path: Path) -> ExitStack:
+        target, device = os.fsencode(path), os.open("/dev/fuse", os.O_RDWR)
+        until.callback(os.close, device)  # whoever waits gets an error
         options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
         assert libc.mount(b"hangs", target, b"fuse", 0, options) == 0, ctypes.get_errno()
-        mounted.append(target)
+        until.callback(libc.umount2, target, _DETACH)
+        return until
 
-    yield mount
-    for target in mounted:
-        libc.umount2(target, _DETACH)
-    os.close(device)
+    with until:
+        yield mount
 
 
 def test_a_restart_of_many_workers(
-    elaunch: Launcher, tmp_path: Path, hang: Callable[[Path], None]
+    elaunch: Launcher, tmp_path: Path, hang: Callable[[Path], ExitStack]
 ) -> None:
-    """It takes a few seconds, whatever the number of workers, and the job is done."""
+    """No worker adds a wait, and the job is done."""
     place, logs, script = tmp_path / "place", tmp_path / "logs", tmp_path / "job.py"
     place.mkdir()
     script.write_text(SCRIPT)
     flags = [*SPAWN, f"--nproc-per-node={WORKERS}", "--max-restarts=1", f"--log-dir={logs}"]
     running = elaunch.start(["run", *flags, "--tee=3", script, place])
     wait_until(lambda: len(list(place.iterdir())) == WORKERS)
-    hang(logs)
-    began = time.monotonic()
-    (place / "go").touch()
-    wait_until(lambda: (place / "again").exists())
-    assert time.monotonic() - began < LIMIT, running.output("stderr")
+    with hang(logs):
+        (place / "go").touch()
+        wait_until(lambda: (place / "again").exists())
     done = running.wait()
     assert done.returncode == 0, done.stderr
+    assert 0 < done.stderr.count("the file system does not answer for 2 s") < WORKERS, done.stderr
