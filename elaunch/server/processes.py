@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import json
 import os
 import resource
@@ -128,6 +129,7 @@ class ForkedCall:
         if self._pid == 0:
             try:
                 die_with_parent(parent)
+                gc.freeze()  # the parent's garbage may end threads of the parent's: a TCPStore does
                 os.write(write_end, json.dumps(call()).encode())
             finally:
                 os._exit(0)

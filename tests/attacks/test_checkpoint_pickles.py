@@ -299,6 +299,7 @@ import numpy as np, torch
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.unpickling import PickleRefused
 torch.serialization.add_safe_globals([%s])
+gc.freeze()  # torch's million objects are not looked through for each file
 for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
     print(path.name, end=": ", flush=True)
     try:

@@ -246,6 +246,7 @@ def test_a_module_that_cannot_be_asked_does_not_end_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As those of optional packages, which raise when something of them is looked up."""
+    compiling.fill_tables(lambda: None)  # what torch imports for it looks at every module, too
     lazy, calls = types.ModuleType("lazy"), list[int]()
 
     def refuse(name: str) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import signal
 import threading
@@ -382,3 +383,28 @@ def test_a_fork_that_cannot_be_made_answers_nothing(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "fork", refused)
     assert processes.call_in_fork(lambda: "an answer") is None
+
+
+def test_a_fork_leaves_its_parents_garbage_alone() -> None:
+    """What a TCPStore does at its end, for one, is to wait for a thread that no fork has."""
+    ended: list[int] = []
+
+    class Store:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            ended.append(os.getpid())
+
+    def collect() -> list[int]:
+        gc.collect()
+        return ended
+
+    gc.disable()
+    try:
+        Store()
+        assert processes.call_in_fork(collect) == []
+    finally:
+        gc.enable()
+    gc.collect()
+    assert ended == [os.getpid()]
