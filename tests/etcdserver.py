@@ -154,6 +154,14 @@ class Cluster:
             time.sleep(0.02)
         raise AssertionError("no leader")
 
+    def move_leader(self) -> None:
+        """Have another member lead."""
+        leader = self.leader()
+        other = next(member for member in self.members if member is not leader)
+        number = self._status(other).header.member_id
+        self._etcdctl("move-leader", f"{number:x}", member=leader)
+        self.await_ready()
+
     def member_at(self, address: str) -> Member:
         """Return the member that listens at ``host:port``."""
         return next(m for m in self.members if f"{m.host}:{m.port}" == address)
@@ -224,9 +232,9 @@ class Cluster:
             self._etcdctl("snapshot", "restore", str(path), *words)
         self.start()
 
-    def _etcdctl(self, *words: str) -> None:
+    def _etcdctl(self, *words: str, member: Member | None = None) -> None:
         programs.needed("etcdctl")
-        host, port = self.members[0].endpoint
+        host, port = (member or self.members[0]).endpoint
         argv = ["etcdctl", f"--endpoints={host}:{port}", *words]
         environ = os.environ | {"ETCDCTL_API": "3"}
         subprocess.run(argv, check=True, capture_output=True, timeout=60, env=environ)

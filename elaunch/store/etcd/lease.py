@@ -16,6 +16,7 @@ changed keeps its entry.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -33,6 +34,10 @@ from elaunch.store.etcd.errors import Refusal
 from elaunch.store.etcd.records import LEFT
 from elaunch.store.etcd.watch import Watch, Watcher
 
+log = logging.getLogger("elaunch")
+
+_MOVES = 3
+"""Changes of the leader, one soon after the other, that are no accident."""
 _TRIES = 8
 """Writes of ours that may be applied late, one after the other, while one update is made."""
 
@@ -55,6 +60,8 @@ class Renewal:
         self._calls = calls
         self._lock = threading.Lock()
         self._stream: EtcdStream | None = None
+        self._term = self._moves = 0
+        self._moved_at = 0.0
 
     def renew(self, lease: int, seconds: float, budget: float) -> tuple[int, int]:
         """Renew the lease; return for how many seconds it holds, and the member's revision.
@@ -101,7 +108,26 @@ class Renewal:
         if answer is None:
             self._calls.check_open()
             raise Refusal("failing", "the stream was ended")
+        self._note_term(int(answer.header.raft_term), float(answer.TTL))
         return int(answer.TTL), int(answer.header.revision)
+
+    def _note_term(self, term: int, ttl: float) -> None:
+        """Warn of a leader that moves within each lifetime of a lease: then none expires."""
+        if term == self._term:
+            return
+        now = time.monotonic()
+        quick = self._term != 0 and now - self._moved_at < ttl
+        self._term, self._moved_at = term, now
+        self._moves = self._moves + 1 if quick else 0
+        if self._moves == _MOVES:
+            log.warning(
+                "%s has changed its leader %d times, each within %g s: each leader renews the "
+                "entries of all nodes, so a node that is lost is not missed; check its disks and "
+                "network",
+                self._calls.cluster,
+                _MOVES,
+                ttl,
+            )
 
     def _open(self, member: Member, metadata: Metadata) -> EtcdStream:
         self._drop()

@@ -256,6 +256,24 @@ def retry_refused(store: EtcdStore) -> None:
 
 
 @pytest.mark.slow
+def test_a_leader_that_does_not_stay(
+    three: Cluster, agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries never expire then: the agents say so once, not at a single change of the leader."""
+    agent = agents(three.place(), "n0")
+    retry(lambda: agent.renewed)  # which tells it of the first leader
+    for moves in range(5):
+        said = [record.message for record in caplog.records if "its leader" in record.message]
+        assert len(said) == (moves >= 3)
+        renewed = agent.renewed
+        three.move_leader()
+        retry(lambda before=renewed: agent.renewed > before + 1)
+    (text,) = [record.message for record in caplog.records if "its leader" in record.message]
+    assert "has changed its leader 3 times, each within 30 s" in text
+    assert agent.lost is None
+
+
+@pytest.mark.slow
 def test_what_was_missed_is_compacted_away(
     three: Cluster, opened: Callable[..., EtcdStore], agents: Callable[..., Agent]
 ) -> None:
