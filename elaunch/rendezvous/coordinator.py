@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from elaunch.errors import StoreError, StoreReplaced, StoreUnreachable
+from elaunch.errors import StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, CoordinatorState, Reread, draw_job_and_jitter
 from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult, Wait
 from elaunch.rendezvous.events import News, PlanSeen
@@ -191,7 +191,7 @@ class Coordinator:
     def _publish(self, step: Publish) -> bool | None:
         try:
             accepted = self._store.publish(step.version, *self._state.encoded(step))
-        except StoreUnreachable as exc:
+        except (StoreUnreachable, StoreDenied) as exc:
             self._published(exc)
             return None
         self._published(None)

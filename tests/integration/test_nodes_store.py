@@ -313,6 +313,21 @@ def test_a_password_is_changed_while_the_job_trains(cluster: Build) -> None:
 
 
 @pytest.mark.trial
+def test_a_password_is_changed_and_a_rank_fails(cluster: Build) -> None:
+    """Nobody can agree on what follows: all end in time, the one whose worker still runs too."""
+    job = Job(cluster, "etcd", 2)
+    job.conf["store_timeout"] = 4
+    assert job.etcd is not None
+    job.etcd.add_user("trainer", "s3cret")
+    agents = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"], env=USER)
+    job.etcd.set_password("trainer", "another")
+    (job.share / "fail.0").touch()
+    for agent in agents:
+        assert agent.wait(DEADLINE).returncode == 69
+        assert "has taken no write of this agent for 4 s" in said(agent)[-1]
+
+
+@pytest.mark.trial
 def test_a_password_is_changed_and_set_back(cluster: Build) -> None:
     """The agents go on to write, and agree on the next round."""
     job = Job(cluster, "etcd", 2)
