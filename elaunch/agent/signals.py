@@ -67,7 +67,10 @@ def install(
             again = now - taken.get(request, -math.inf) < SAME_SIGNAL
             if not again and (request is None or signum in ENDING):
                 taken[request] = now
-        if again:
+        if again and signum is signal.SIGINT and not sender:  # Ctrl-C was pressed twice
+            what = "%s within %g s counts as one; press Ctrl-C again to kill the workers"
+            log.warning(what, signum.name, SAME_SIGNAL)
+        elif again:
             log.info("%s within %g s is the same request%s", signum.name, SAME_SIGNAL, sender)
         else:
             post(events.SignalReceived(signum, sender=sender))

@@ -265,6 +265,76 @@ def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) 
     assert "rank 1 was killed by SIGUSR1; stopping the other 1 worker" in done.stderr
 
 
+TYPES = """
+import os, pty, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "elaunch", *sys.argv[1:]])
+said = b""
+for awaited in (b"up", b"grace 30 s", b"counts as one; press Ctrl-C again to kill"):
+    while awaited not in said:
+        said += os.read(terminal, 65536)
+    if b"counts" in awaited:
+        time.sleep(1.0)  # until then it is the same request
+    os.write(terminal, b"\\x03")
+try:
+    while data := os.read(terminal, 65536):
+        said += data
+except OSError:
+    pass
+os.write(1, said)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_ctrl_c_twice_at_a_terminal(elaunch: Launcher, tmp_path: Path) -> None:
+    """Within a second it counts once, which is said; then the workers are killed."""
+    (script := tmp_path / "deaf.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "os.write(1, b'up\\n')\n"
+        "time.sleep(600)\n"
+    )
+    words = ["run", "--nproc-per-node=1", *SPAWN, script]
+    done = elaunch.start_command([sys.executable, "-c", TYPES, *words]).wait()
+    assert done.returncode == 130, done
+    assert "Traceback" not in done.stdout
+    assert done.stdout.count("counts as one") == done.stdout.count("killing at once") == 1
+
+
+MASKS = "grep -E 'SigBlk|SigIgn' /proc/self/status"
+
+
+@both_methods
+def test_what_elaunch_starts_inherits_no_signal_blocked_or_ignored(
+    elaunch: Launcher, method: Method, tmp_path: Path
+) -> None:
+    """Workers' programs and the user's commands have what a shell's have."""
+    (script := tmp_path / "masks.py").write_text(
+        "import os, subprocess, sys, time\n"
+        f"subprocess.run({f'{MASKS} > {tmp_path}/worker'!r}, shell=True, check=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+    )
+    flags: list[str | Path] = ["--nproc-per-node=1", f"--on-event={MASKS} >> {tmp_path}/event"]
+    flags += [f"--notice-command={MASKS} > {tmp_path}/notice; touch {tmp_path}/go; sleep 600"]
+    done = elaunch.run(["run", *method, *flags, script, tmp_path / "go"])
+    assert done.returncode == 0, done.stderr
+
+    def masks(text: str) -> dict[str, int]:
+        return {mask: int(bits, 16) for mask, bits in map(str.split, text.splitlines())}
+
+    plain = masks(elaunch.start_command(["sh", "-c", MASKS]).wait().stdout)
+    for name in ("worker", "event", "notice"):
+        found = masks((tmp_path / name).read_text())
+        more = {
+            (mask, number)
+            for mask in plain
+            for number in signal.valid_signals()  # libc's own are none
+            if (found[mask] & ~plain[mask]) >> (number - 1) & 1
+        }
+        assert not more, name
+
+
 def holds_back(pid: int, number: int) -> bool:
     """Whether a process has a signal blocked."""
     status = Path(f"/proc/{pid}/status").read_text()
