@@ -25,7 +25,7 @@ from elaunch import text
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.search.locations import broken_link
 from elaunch.checkpoint.storage.durable import stir
-from elaunch.checkpoint.storage.files import read_json, whole_number
+from elaunch.checkpoint.storage.files import read_json, refusal, whole_number
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.files import NotOwnError, own_directory
 
@@ -176,7 +176,7 @@ _FIXES = {
     errno.EROFS: "it is mounted read-only; mount it read-write, or give another directory",
     errno.EACCES: "this user may not write there; give it the rights, or another directory",
     errno.EPERM: "this user may not write there; give it the rights, or another directory",
-    errno.ENOSPC: "no space is left there; make room, or give another directory",
+    errno.ENOSPC: "make room, or give another directory",
     errno.EDQUOT: "this user's quota is used up; make room, or give another directory",
     errno.ENOTDIR: "a part of the path is a file; give another directory",
     errno.EEXIST: "it is a file; give a directory",
@@ -193,7 +193,8 @@ def _unfit(place: Path, error: OSError) -> str:
             f"{error.strerror}; remove it, or give another directory"
         )
     fix = _FIXES.get(error.errno or 0, "give a directory that can be written")
-    return f"--checkpoint-dir {place} cannot be written on {_host()}: {error.strerror}: {fix}"
+    why = refusal(error, place)
+    return f"--checkpoint-dir {place} cannot be written on {_host()}: {why}: {fix}"
 
 
 def _host() -> str:

@@ -173,14 +173,6 @@ def best_of(listed: Sequence[Committed], rule: Keep) -> Committed | None:
     return max(graded, key=lambda grade: grade[:2])[2] if graded else None
 
 
-def lacks_inodes(place: Path | str) -> bool:
-    """Return whether the file system at a place takes no more files, however much room is left."""
-    if isinstance(place, str):
-        return False
-    room = os.statvfs(place)
-    return room.f_files > 0 and room.f_favail == 0
-
-
 def free_bytes(place: Path | str) -> float:
     """Return the room that is left for this user at a place, in bytes; inf where it is unknown."""
     if isinstance(place, str):

@@ -111,7 +111,7 @@ def test_a_directory_without_rights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "fix"),
     [
-        (errno.ENOSPC, "no space is left there"),
+        (errno.ENOSPC, "make room"),
         (errno.EDQUOT, "quota is used up"),
         (errno.EROFS, "mounted read-only"),
         (errno.EIO, "give a directory that can be written"),
@@ -143,12 +143,13 @@ def mounted(tmp_path: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("mount", "told"),
     [
-        ("size=64k", "No space left on device: no space is left there; make room"),
+        ("size=64k", "No space left on device: make room"),
+        ("nr_inodes=1", "No inodes left on device, so it takes no more files: make room"),
         ("ro", "Read-only file system: it is mounted read-only"),
     ],
 )
 def test_a_real_mount(mounted: list[str], tmp_path: Path, mount: str, told: str) -> None:
-    """A tmpfs that is full, and one that is read-only."""
+    """A tmpfs that is full, one without inodes, and one that is read-only."""
     fill = "" if mount == "ro" else f"head -c 65536 /dev/zero > {tmp_path}/full || true;"
     look = (
         "from pathlib import Path; from elaunch.checkpoint import probe\n"

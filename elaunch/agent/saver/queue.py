@@ -37,8 +37,9 @@ from elaunch.agent.patience import repeatedly
 from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
-from elaunch.checkpoint.records import Committed, Image, Stage
+from elaunch.checkpoint.records import Committed, Image, Location, Stage
 from elaunch.checkpoint.storage.atonce import Pace, start
+from elaunch.checkpoint.storage.files import refusal
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.wire.worker import StagedShard
@@ -308,7 +309,7 @@ class SaveQueue:
                     save.manifests[rank] = manifest
                 self._rules.written(shard, manifest)
             except Exception as error:  # whatever it is: the save fails, the job goes on
-                problem = error_text(error)
+                problem = error_text(error, self.storage.place)
         with self._changed:
             del save.writing[rank]
             if problem:
@@ -381,7 +382,7 @@ class SaveQueue:
                 save.adopting = False
             done = self.storage.commit(save.stage, fence, {**first.extra, "durations": durations})
         except Exception as error:  # as for a shard
-            problem = error_text(error)
+            problem = error_text(error, self.storage.place)
             save.stays = save.stays or (isinstance(error, SaveError) and error.stays)
         with self._changed:
             save.committing = save.adopting = False
@@ -419,11 +420,11 @@ class SaveQueue:
             log.warning("%s cannot be removed: %s", save.stage.name, error_text(error))
 
 
-def error_text(error: Exception) -> str:
-    """Return the text of an error as logs and messages have it."""
+def error_text(error: Exception, place: Location = "") -> str:
+    """Return the text of an error as logs and messages have it; ``place``: what was written."""
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror or error}{where}"
+        return f"{refusal(error, place)}{where}"
     return str(error) if isinstance(error, ElaunchError) else f"{type(error).__name__}: {error}"
 
 

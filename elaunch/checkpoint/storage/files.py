@@ -5,6 +5,7 @@ Nothing here blocks, follows a path out, or writes.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 from elaunch import files
 from elaunch.errors import CheckpointError
 
+_FEW_INODES = 64
 JSON_LIMIT = 64 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
@@ -109,6 +111,23 @@ def whole_number(document: dict[str, Any], key: str, name: str) -> int:
 def shown(value: object) -> str:
     """Return what a file holds as Python writes it, cut to one line of a message."""
     return _SHORT.repr(value)
+
+
+def lacks_inodes(place: Path | str) -> bool:
+    """Return whether a file system that was full lacks inodes, not bytes; some came free since."""
+    if isinstance(place, str):
+        return False
+    root = place.absolute()
+    room = os.statvfs(next(at for at in (root, *root.parents) if at.exists()))
+    scarcer = room.f_favail * room.f_blocks < room.f_bavail * room.f_files
+    return scarcer and room.f_favail < _FEW_INODES
+
+
+def refusal(error: OSError, place: Path | str) -> str:
+    """Return the system's reason why nothing can be written below ``place``."""
+    if error.errno == errno.ENOSPC and lacks_inodes(place):
+        return "No inodes left on device, so it takes no more files"
+    return error.strerror or str(error)
 
 
 def explain(error: OSError, path: Path) -> str:

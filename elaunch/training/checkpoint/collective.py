@@ -34,6 +34,7 @@ from elaunch import __version__, text
 from elaunch.checkpoint import layout, manifests, retention, shelves
 from elaunch.checkpoint.assemble import in_the_way
 from elaunch.checkpoint.records import Committed, Keep, ShardHeader, Stage
+from elaunch.checkpoint.storage.files import lacks_inodes
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
@@ -90,7 +91,10 @@ def begin(call: CallContext, request: SaveRequest) -> Stage:
     check_steps(what, [number for number, _ in step.received])
     stage = new_stage(call, request.step, step.received[0][1])
     try:
-        with together(call.distributed, called(request, stage), request.timeout):
+        with (
+            together(call.distributed, called(request, stage), request.timeout),
+            _naming_room(call),
+        ):
             call.storage.open_stage(stage)
     except (CheckpointError, CollectiveError):
         discard(call, stage, agreed=False)
@@ -112,7 +116,7 @@ def finish(
     """
     try:
         with together(call.distributed, writing(request, stage), request.timeout) as step:
-            with _naming_room(call, request):
+            with _naming_room(call, request.size):
                 manifest = write()
             step.sent = (call.distributed.cross_rank, manifest) if call.local else None
             flush(call)
@@ -148,7 +152,7 @@ def _commit(
         return found
     own = found if call.rank == 0 else None
     try:
-        with together(ranks, f"{what}, on all nodes", timeout):
+        with together(ranks, f"{what}, on all nodes", timeout), _naming_room(call):
             if call.is_node_chief and call.rank != 0:
                 own = call.storage.commit(stage, lambda: None, extra)
     except SaveError:
@@ -191,7 +195,8 @@ def commit_alone(call: CallContext, stage: Stage, extra: Mapping[str, Any]) -> C
         if saver is not None:  # else only the process that started the round knows that it is over
             saver.fence(call.round)
 
-    done = call.storage.commit(stage, fence, extra)
+    with _naming_room(call):
+        done = call.storage.commit(stage, fence, extra)
     call.count(done, max(0.0, time.time() - extra["started"]))
     return done
 
@@ -340,7 +345,7 @@ def _make_room(call: CallContext, request: SaveRequest) -> bool:
 
 
 @contextlib.contextmanager
-def _naming_room(call: CallContext, request: SaveRequest) -> Iterator[None]:
+def _naming_room(call: CallContext, size: int = 0) -> Iterator[None]:
     """Raise a full disk's error with the room that is left and needed; others as they are."""
     try:
         yield
@@ -348,9 +353,9 @@ def _naming_room(call: CallContext, request: SaveRequest) -> Iterator[None]:
         if problem.errno not in FULL:
             raise
         place = call.storage.place
-        needs = f"needs about {text.size(request.size)}, " if request.size else ""
+        needs = f"needs about {text.size(size)}, " if size else ""
         has = text.size(retention.free_bytes(place))
         reason = f"no space left on {place}: {needs}has {has}"
-        if retention.lacks_inodes(place):
+        if lacks_inodes(place):
             reason = f"no inodes left on {place}, so it takes no more files; {has} are free"
         raise OSError(problem.errno, reason, problem.filename) from problem
