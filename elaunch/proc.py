@@ -22,6 +22,11 @@ TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Of processor time and of the time since boot, in a second."""
 
 
+_LOCAL_KINDS: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
+"""Kinds of file systems that answer at once."""
+_NO_ROOM: Final = 1 << 20
+
+
 class Process(NamedTuple):
     """One process; ``start`` is the tick since boot, which tells it from a later one."""
 
@@ -324,6 +329,22 @@ def shm_free(path: str = "/dev/shm") -> int | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
+
+
+def full_file_systems() -> dict[str, int]:
+    """Return the local file systems without room, by mount point, with the bytes free there."""
+    found, seen = {}, set()
+    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
+        where, kind = line.split(" ")[1:3]
+        with suppress(OSError):
+            state = os.statvfs(where) if kind in _LOCAL_KINDS else None
+            if state is None or state.f_flag & os.ST_RDONLY or state.f_fsid in seen:
+                continue
+            seen.add(state.f_fsid)
+            free = state.f_bavail * state.f_frsize
+            if state.f_blocks and free < _NO_ROOM:
+                found[where] = free
+    return found
 
 
 def _events_file(proc_dir: Path) -> Path | None:

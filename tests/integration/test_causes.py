@@ -13,7 +13,7 @@ import pytest
 from elaunch.runs.directory import RunDir
 from tests import programs
 from tests.integration.jobs import faulty
-from tests.launching import Launcher
+from tests.launching import Launcher, without_waits
 
 # What is expected of each fault: the code of its card, "" where no cause is known.
 EXPECTED = {
@@ -152,6 +152,33 @@ def test_real_faults_have_their_codes(elaunch: Launcher, tmp_path: Path) -> None
     shown = elaunch.start_command([sys.executable, "-m", "elaunch", "why", "faulty"]).wait()
     assert "faulty: COMPLETED" in shown.stdout and "E-SEGFAULT" in shown.stdout
     assert "rank 1" in shown.stdout and "round 0: rank 0 exited with code 1" not in shown.stdout
+
+
+FULL = """
+import sys, torch
+torch.save({"weight": torch.zeros(1_000_000)}, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.executed
+def test_a_full_disk_is_told_in_three_lines(elaunch: Launcher, tmp_path: Path) -> None:
+    """Which one it is, and how much is free; torch's frames are in the log."""
+    programs.needed("unshare", "mount")
+    disk, script = tmp_path / "small", tmp_path / "save.py"
+    disk.mkdir()
+    script.write_text(FULL)
+    shell = f'mount -t tmpfs -o size=1m tmpfs {disk} && exec "$@"'
+    argv = [sys.executable, "-m", "elaunch", "run", "--run-id=full", str(script), f"{disk}/x.pt"]
+    command = ["unshare", "--mount", "sh", "-c", shell, "sh", *argv]
+    done = elaunch.start_command(command).wait()
+    assert done.returncode == 1
+    told = without_waits(done.stderr)
+    assert f"no room is left in {disk} (" in told.replace("\n", " "), told
+    assert f"failed at {script.name}:3: a write failed while torch.save wrote its file" in told
+    assert "Traceback (" not in told and len(told.splitlines()) <= 8, told
+    assert "Tracebacks of rank 0: elaunch logs full" in told
+    assert "iostream error" in elaunch.run(["logs", "full"]).stderr
 
 
 @pytest.mark.trial

@@ -24,6 +24,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from elaunch import proc
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
@@ -44,6 +45,8 @@ MAX_TRACEBACKS = 1 << 20
 MAX_SIGNATURE = 300
 MAX_HEADLINE = 300
 SCHEMA = 1
+_NO_ROOM = frozenset({"E-DISK-FULL", "E-SAVE-CUT"})
+"""Causes that the place in the script and the file system say all of: frames add nothing."""
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -200,6 +203,8 @@ class FailureReport(Struct, frozen=True):
     def traced(self) -> tuple[int, ...]:
         """The ranks whose tracebacks its text shows: a victim's where the cause has nothing."""
         guilty, first = self.guilty, self.first
+        if guilty.explanation.code in _NO_ROOM:
+            return ()
         stacks = () if self.scene is None else self.scene.groups
         seen = any(guilty.exit.rank in group.ranks for group in stacks)
         known = seen or guilty.message or guilty.explanation.code
@@ -331,6 +336,9 @@ def failed(failure: Failure) -> str:
         place = tracebacks.place_of(failure.traceback)
         where = f" at {place}" if place else ""
         error = failure.message.strip().partition("\n")[0]
+        if known.code == "E-SAVE-CUT":  # of which torch says the position in its file
+            error = known.cause.partition(": most often")[0].rstrip(".")
+            error = error[0].lower() + error[1:]
         return f"rank {failure.exit.rank} failed{where}: {error}"
     cause = re.split(r"[:.] |\.$", known.text, maxsplit=1)[0]
     return f"{end}: {cause[0].lower()}{cause[1:]}" if cause else end
@@ -376,6 +384,10 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
         traceback_from=origin if lines else "",
         ms_after_first=_milliseconds(seconds_after),
     )
+    if explanation.code in _NO_ROOM and (full := proc.full_file_systems()):
+        where = ", ".join(f"{path} ({free >> 10} KiB free)" for path, free in full.items())
+        cause = f"{explanation.cause.partition(':')[0].rstrip('.')}: no room is left in {where}."
+        explanation = replace(explanation, cause=cause, fix="Make room there, or write elsewhere.")
     ours = _is_ours(found, known.scene)
     return replace(found, explanation=Explanation() if ours else explanation)
 

@@ -170,7 +170,7 @@ def _guilty(report: FailureReport) -> Iterator[str]:
         yield f"{_identity(one.exit)} on host {report.host} {one.exit.how}, {after}"
     yield from _wrap(_coded(one.explanation))
     if one.message:
-        yield from _evidence(one)
+        yield from _evidence(one) if one.exit.rank in report.traced else ()
     elif stack := _stack(report, one.exit.rank):
         yield f"Rank {one.exit.rank} was here, most recent call first:"
         yield from (f"  {frame}" for frame in stack)
@@ -268,6 +268,7 @@ def _others(report: FailureReport) -> Iterator[str]:
     similar: dict[tuple[str, ...], list[Failure]] = {}
     for failure in victims:
         tells = failure.message and not failure.explanation.victim
+        tells = tells and failure.message != report.cause.message
         said = [_first_line(failure.message, WIDTH - 4)] if tells else []
         said += [failure.error.problem] if failure.error and failure.error.problem else []
         similar.setdefault((failure.exit.how, *said), []).append(failure)
