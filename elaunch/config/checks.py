@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -153,6 +154,17 @@ def preempt_at(answers: Answers, environ: Mapping[str, str]) -> Moment | None:
         return replace(given, at=resolved(given, environ))
     except ValueError as error:
         raise answers.fault("preempt-at", str(error)) from None
+
+
+def counted(answers: Answers, python: str) -> None:
+    """Refuse a device that no torch knows, unless a plug-in of torch's may have named it."""
+    word, known = answers["nproc-per-node"], values.DEVICES + values.OTHER_DEVICES
+    if word.isdigit() or word in known or python != sys.executable:
+        return
+    from importlib import metadata  # takes 20 ms
+
+    if not metadata.entry_points(group="torch.backends"):
+        raise answers.fault("nproc-per-node", "is neither a number nor a device to count")
 
 
 def devices(answers: Answers, environ: Mapping[str, str]) -> None:

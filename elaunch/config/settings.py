@@ -150,6 +150,7 @@ def resolve(
     python = command.interpreter(answers, chosen, start)
     command.check(chosen, answers, start, python, workers_environ)
     command.preload(answers, start, python, workers_environ)
+    checks.counted(answers, python)
     checks.devices(answers, workers_environ)
     remarks = [] if meet else checks.master(answers, meeting)
     if meet:

@@ -33,7 +33,7 @@ TRUE = ("1", "true", "yes", "on", "t", "y")
 FALSE = ("0", "false", "no", "off", "f", "n")
 DEVICES = ("cpu", "gpu", "auto", "xpu")
 # Names under which other accelerators register with torch; only used to recognise a misspelling.
-OTHER_DEVICES = ("npu", "hpu", "mlu", "musa", "mps", "mtia", "maia", "gcu", "sdaa")
+OTHER_DEVICES = ("privateuseone", "npu", "hpu", "mlu", "musa", "mps", "mtia", "maia", "gcu", "sdaa")
 # What programs print where they have no value; torch would have to be imported to refuse it.
 NO_DEVICES = frozenset("nan inf infinity null none nil undefined true false yes no on off".split())
 LARGEST_WHOLE = 2**31 - 1
@@ -247,8 +247,7 @@ def nproc(raw: str) -> str:
     if word.lower() in NO_DEVICES or nearest(word.lower(), sorted(NO_DEVICES), cutoff=0.8):
         raise ValueError("is neither a number nor a device to count")
     if word and re.fullmatch(r"[A-Za-z_]\w{,31}", word):
-        # A name that is like none of the known ones may be an accelerator that a plug-in of torch
-        # registers: a process that has imported torch finds out.
+        # A plug-in of torch may register an accelerator of any other name (checks.counted).
         if nearest(word, known, cutoff=0.7):
             raise ValueError(f"is not a device to count{did_you_mean(word, known)}")
         return word

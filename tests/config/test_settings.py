@@ -415,3 +415,22 @@ def test_the_pipe_of_torchs_timers(job: Job, tmp_path: Path) -> None:
     given["TORCHELASTIC_TIMER_FILE"] = "no/pipe"
     assert "is in a directory that does not exist" in job.error(**given)
     assert "is neither yes nor no" in job.error(TORCHELASTIC_ENABLE_FILE_TIMER="x")
+
+
+def test_a_device_that_no_torch_knows_is_refused_without_torch(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed plug-in of torch's may register any name; another Python may have one."""
+    told = job.error("--nproc-per-node zwei train.py")
+    assert told.startswith("--nproc-per-node: 'zwei' is neither a number nor a device to count")
+    assert "cpu, gpu, auto" in told
+    assert job.settings("--nproc-per-node npu train.py").nproc_per_node == "npu"
+    other = job.directory / "python"
+    other.symlink_to(sys.executable)
+    assert job.settings("--nproc-per-node zwei train.py", PYTHON_EXEC=str(other))
+    described = job.directory / "plugin-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Name: plugin\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[torch.backends]\nx = plugin:load\n")
+    monkeypatch.syspath_prepend(job.directory)
+    assert job.settings("--nproc-per-node zwei train.py").nproc_per_node == "zwei"
