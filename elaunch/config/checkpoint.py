@@ -87,7 +87,12 @@ def keep(answers: Answers) -> Keep:
 
 
 def remarks(answers: Answers) -> Iterator[str]:
-    """Yield a remark on retention that counts less than it seems."""
+    """Yield remarks on restarts that resume from nothing, and on retention that counts less."""
+    if answers["max-restarts"] and answers.said("max-restarts") and not answers["checkpoint-dir"]:
+        yield (
+            f"--max-restarts {answers['max-restarts']} without --checkpoint-dir: a restart runs "
+            "the script from its beginning, unless the script itself finds its checkpoint"
+        )
     kept = [name for name in _KEEPING if answers.said(name)]
     if kept and not answers["checkpoint-dir"]:
         yield (
@@ -107,7 +112,10 @@ def writable_directory(answers: Answers, flag: str, path: Path) -> None:
         what = "is a file" if existing == path else f"is below {str(existing)!r}, which is a file"
         raise answers.fault(flag, f"{what}, not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise answers.fault(flag, f"cannot be written: no right to write in {str(existing)!r}")
+        fixed = os.statvfs(existing).f_flag & os.ST_RDONLY
+        why = f"{str(existing)!r} is mounted read-only" if fixed else ""
+        why = why or f"no right to write in {str(existing)!r}"
+        raise answers.fault(flag, f"cannot be written: {why}")
 
 
 def _directory(answers: Answers, path: Path) -> Path:

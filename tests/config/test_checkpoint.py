@@ -231,3 +231,16 @@ def test_no_other_runs_checkpoint(job: Job, given: str, told: str) -> None:
     """Found before anything starts."""
     (job.directory / "empty").mkdir()
     assert told.format(job.directory) in job.error(f"--init-from {given} train.py")
+
+
+def test_restarts_that_resume_from_nothing_are_pointed_out(job: Job) -> None:
+    """In one line, to who asks for restarts on the command line."""
+    told = "a restart runs the script from its beginning"
+    assert job.notices("--max-restarts 3 train.py").count(told) == 1
+    for line in (
+        "train.py",
+        "--max-restarts 0 train.py",
+        "--max-restarts 3 --checkpoint-dir d train.py",
+    ):
+        assert told not in job.notices(line)
+    assert told not in job.notices("train.py", PET_MAX_RESTARTS="3")

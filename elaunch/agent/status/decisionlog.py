@@ -160,7 +160,8 @@ class DecisionLog:
         if not found:
             return
         fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
-        line = f"no checkpoint is recognised among {found} entries of {root}: {fix}"
+        among = f"{found} {'entry' if found == 1 else 'entries'}"
+        line = f"no checkpoint is recognised among {among} of {root}: {fix}"
         if passed_over:
             line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
         log.warning("%s; workers start without one (--require-resume makes this an error)", line)
