@@ -255,7 +255,7 @@ def test_a_directory_without_anything_known_is_pointed_out(
     (saves / "step_10.pt").write_bytes(b"")
     done = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
     assert done.returncode == 0
-    assert f"no checkpoint is recognised among 1 entries of {saves}" in done.stderr
+    assert f"no checkpoint is recognised among 1 entry of {saves}" in done.stderr
     assert "--checkpoint-glob" in done.stderr
     (saves / "step_10.pt").unlink()
     (saves / "run.json").write_text('{"schema": 1, "run_id": "", "given": false, "created": 0}')
