@@ -187,6 +187,15 @@ _SCRIPT: Final = (
         r"ModuleNotFoundError: No module named '(?P<module>[^']+)'",
     ),
     Cause(
+        "E-IMPORT-HIDDEN",
+        "A file of the script's is imported instead of the module of that name: {hiding}.",
+        "Rename the file, and remove its __pycache__.",
+        r"^ImportError: cannot import name '[^'\n]+' from (?:partially initialized module )?"
+        r"'(?P<name>random|logging|socket|signal|types|json|queue|select|token|copy|string|torch)' "
+        r"(?:\(most likely due to a circular import\) )?"
+        r"\((?P<hiding>(?!.*/(?:python3|[a-z]*-packages)[^/]*/(?P=name))[^)\n]+)\)",
+    ),
+    Cause(
         "E-IMPORT-BROKEN",
         "A module is there and cannot be imported: it was built for other libraries, is of another "
         "version, or imports itself in a circle.",

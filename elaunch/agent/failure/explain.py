@@ -292,7 +292,14 @@ _SHM_LOW: Final = 64 << 20
 # Other codes are a script's own choice and other signals come from elsewhere: there, a known text
 # among the last lines (a connection that was refused once, say) need not be the cause.
 TEXT_COUNTS: Final = frozenset({1, 2, -signal.SIGABRT, -signal.SIGBUS})
-_PLACEHOLDERS: Final = {"of": "", "module": "…", "ordinal": "", "it": "it", "timer": "…"}
+_PLACEHOLDERS: Final = {
+    "of": "",
+    "module": "…",
+    "hiding": "…",
+    "ordinal": "",
+    "it": "it",
+    "timer": "…",
+}
 
 
 def of_command(exit_code: int, reason: str) -> str:

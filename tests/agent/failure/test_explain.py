@@ -74,7 +74,15 @@ MESSAGES = {
     "E-PERMISSION": ["PermissionError: [Errno 13] Permission denied: '/data/x'"],
     "E-FILE-MISSING": ["FileNotFoundError: [Errno 2] No such file or directory: '/data/x'"],
     "E-IMPORT": ["ModuleNotFoundError: No module named 'einops'"],
-    "E-IMPORT-BROKEN": ["ImportError: libcudart.so.12: cannot open shared object file"],
+    "E-IMPORT-HIDDEN": [
+        "ImportError: cannot import name 'Random' from 'random' (/home/me/job/random.py)",
+        "ImportError: cannot import name 'nn' from 'torch' (/home/me/torch.py)",
+    ],
+    "E-IMPORT-BROKEN": [
+        "ImportError: cannot import name 'Randon' from 'random' (/usr/lib/python3.11/random.py)",
+        "ImportError: cannot import name 'x' from 'torch' (/v/site-packages/torch/__init__.py)",
+        "ImportError: libcudart.so.12: cannot open shared object file",
+    ],
     "E-SYNTAX": ["SyntaxError: invalid syntax"],
     "E-LOCAL-RANK": ["train.py: error: unrecognized arguments: --local-rank=0"],
     "E-ARGUMENTS": ["train.py: error: unrecognized arguments: --epoch 3"],
