@@ -171,7 +171,13 @@ def early(elaunch: Launcher, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("before", "shows"),
-    [("0", "nothing"), ("3", "nothing"), ("41", "nothing"), ("3", "steps"), ("3", "lines")],
+    [
+        ("0", "nothing"),
+        pytest.param("3", "nothing", marks=pytest.mark.trial),
+        ("41", "nothing"),
+        pytest.param("3", "steps", marks=pytest.mark.trial),
+        ("3", "lines"),
+    ],
 )
 def test_auto_judges_a_rank_that_stops_early(elaunch: Launcher, before: str, shows: str) -> None:
     """Others wait for it, whatever has been learned, and whatever the script shows."""
@@ -185,7 +191,11 @@ def test_auto_judges_a_rank_that_stops_early(elaunch: Launcher, before: str, sho
 
 @pytest.mark.parametrize(
     ("how", "before", "shows"),
-    [("spin", "0", "nothing"), ("spin", "3", "lines"), ("section", "3", "steps")],
+    [
+        ("spin", "0", "nothing"),
+        pytest.param("spin", "3", "lines", marks=pytest.mark.trial),
+        ("section", "3", "steps"),
+    ],
 )
 def test_auto_waits_for_a_rank_that_is_busy(
     elaunch: Launcher, how: str, before: str, shows: str

@@ -353,22 +353,18 @@ def test_a_hand_changes_what_is_in_etcd(cluster: Build) -> None:
     job = Job(cluster, "etcd", 2)
     etcd = job.etcd
     assert etcd is not None
-    hands: list[tuple[str, str | None]] = [
-        ("/board", "by hand"),
-        ("/board", None),
-        ("/board", "999999\n{}"),
-        ("/board", "1\n" + "x" * 500_000),
-        ("/board/nodes", "[]"),
-        ("/board/nodes", None),
-        ("/lead/.*", None),
-        ("/agents/.*", "[1]"),
+    hands: list[dict[str, str | None]] = [
+        {"/board": "by hand", "/board/nodes": "[]"},
+        {"/board": None, "/agents/.*": "[1]"},
+        {"/board": "999999\n{}", "/lead/.*": None},
+        {"/board": "1\n" + "x" * 500_000, "/board/nodes": None},
     ]
     fails = ",".join(f"1r{number}" for number in range(len(hands)))
     one, two = job.pair(["--nnodes=2", f"--max-restarts={len(hands)}"], [f"fail={fails}"])
-    for number, (part, value) in enumerate(hands):
-        keys = filter(re.compile(rf"/elaunch/job{part}").fullmatch, etcd.keys())
-        for key in keys:
-            etcd.put(key, value) if value is not None else etcd.ctl("del", key)
+    for number, hand in enumerate(hands):
+        for part, value in hand.items():
+            for key in filter(re.compile(rf"/elaunch/job{part}").fullmatch, etcd.keys()):
+                etcd.put(key, value) if value is not None else etcd.ctl("del", key)
         (job.share / f"fail.{number}").touch()
         for rank, agent in enumerate((one, two)):
             wait_for_worker(agent, rank, number + 1)

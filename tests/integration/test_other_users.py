@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.integration.jobs import FORK
 from tests.integration.watching import server_of
 from tests.launching import Launcher, Running, wait_until
 
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 NO_KILL = ("setpriv", "--bounding-set", "-kill", "--inh-caps", "-kill")
 USER = pwd.getpwnam("nobody")
+BRIEF = ("--shutdown-timeout", "3")
+"""What may not be signalled takes all of that."""
 SCRIPT = Path(__file__).with_name("jobs") / "becoming.py"
 
 
@@ -45,7 +48,7 @@ def pids(place: Path) -> list[int]:
 
 def start(elaunch: Launcher, place: Path, *words: str, flags: tuple[str, ...] = ()) -> Running:
     """Start two workers below an agent that may not signal other users' processes."""
-    run = (sys.executable, "-m", "elaunch", "run", "--nproc-per-node", "2", *flags)
+    run = (sys.executable, "-m", "elaunch", "run", *FORK, "--nproc-per-node", "2", *flags)
     return elaunch.start_command([*NO_KILL, *run, str(SCRIPT), str(place), *words])
 
 
@@ -75,7 +78,7 @@ def test_the_end_has_the_scripts_code(elaunch: Launcher, place: Path) -> None:
 
 def test_a_worker_that_has_become_another_user(elaunch: Launcher, place: Path) -> None:
     """It gets none of the signals either; its siblings do."""
-    running = start(elaunch, place, "itself", "waits")
+    running = start(elaunch, place, "itself", "waits", flags=BRIEF)
     wait_until(lambda: pids(place))
     running.send_signal(signal.SIGTERM)
     done = running.wait()
@@ -85,7 +88,7 @@ def test_a_worker_that_has_become_another_user(elaunch: Launcher, place: Path) -
 
 def test_the_server_dies(elaunch: Launcher, place: Path) -> None:
     """What it leaves comes to the agent, which may not kill it either."""
-    running = start(elaunch, place, "daemon", "waits", flags=("--max-restarts", "1"))
+    running = start(elaunch, place, "daemon", "waits", flags=("--max-restarts", "1", *BRIEF))
     wait_until(lambda: pids(place))
     os.kill(server_of(running), signal.SIGKILL)
     wait_until(lambda: "is left: it belongs to" in running.output("stderr"))

@@ -145,6 +145,7 @@ class AForeignChild(Nothing):
         programs.needed("setpriv")
         job.prefix = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill"]
         job.words.append("foreign")
+        job.flags.append("--shutdown-timeout=8")  # nothing ends that child any earlier
 
     def set_in(self, job: Job) -> None:
         """See Nothing."""

@@ -106,6 +106,20 @@ EVENTS: Final = {
 # A node that is lost takes the blame for a failure in the same round: others often fail with it.
 EXCEPTIONS: Final = {("used-up", "frozen"): replace(EVENTS["used-up"], code=0, goes_on=True)}
 
+TWICE_UNDER: Final = ("frozen", "held")
+"""Where the same signal again might cut something short; the other pairs of it are trials."""
+
+PAIRS: Final = [
+    pytest.param(
+        event,
+        condition,
+        marks=[pytest.mark.trial] if event == "twice" and condition not in TWICE_UNDER else [],
+    )
+    for event in EVENTS
+    for condition in CONDITIONS
+    if condition != "nothing"
+]
+
 
 def found_again(job: Job) -> int:
     """Return the step from which the same command continues: it commits what is complete."""
@@ -165,8 +179,7 @@ def undisturbed(factory: pytest.TempPathFactory, name: str, nodes: int) -> float
         return float(json.loads((shared / "took").read_text()))
 
 
-@pytest.mark.parametrize("condition", [name for name in CONDITIONS if name != "nothing"])
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("event", "condition"), PAIRS)
 def test_a_pair_ends_as_the_event_alone(
     event: str, condition: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
