@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 from tests import programs
@@ -42,7 +41,7 @@ class Munged:
 
     def __init__(self, key: Path | None = None) -> None:
         needed()
-        self.directory = Path(tempfile.mkdtemp(prefix="elaunch-munged-"))
+        self.directory = programs.make_directory("munged")
         self.directory.chmod(0o755)  # for other users
         self.key = self.directory / "key"
         self.key.touch(0o600)

@@ -19,10 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from elaunch import proc
+
 LIST = Path(__file__).parents[1] / "scripts" / "programs.txt"
 STRICT = "ELAUNCH_TESTS_STRICT"
 """Set for the processes of a session in which no program may be missing."""
 
+_PREFIX = "elaunch-tests-"
 _EVERYWHERE = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -33,9 +36,27 @@ def listed() -> dict[str, str]:
     return {row[0]: row[1] for row in rows}
 
 
+def make_directory(kind: str) -> Path:
+    """Make a directory outside ``tmp_path``: its path is short, and others may be let in.
+
+    The caller removes it, and the next session what one that was killed has left.
+    """
+    own = proc.process_name(os.getpid())
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{kind}-"))
+
+
+def remove_abandoned() -> None:
+    """Remove the directories of test processes that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        made = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if proc.process_name(int(made.partition(".")[0])) != made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def directory_of_links() -> Path:
     """Make the directory that is the PATH of a session; the caller removes it."""
-    directory = Path(tempfile.mkdtemp(prefix="elaunch-programs-"))
+    remove_abandoned()
+    directory = make_directory("programs")
     search = os.environ.get("PATH", "") + ":" + _EVERYWHERE
     for program in listed():
         found = shutil.which(program, path=search)

@@ -7,8 +7,9 @@ a decision (schedulers make it, per job): nothing is changed. The TMPDIR that an
 made for its workers is no decision: a job that a worker starts gets a directory of its own in it.
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are
-kept and pointed out. The next run does that for an agent that was killed with its server
-(:func:`remove_abandoned`): the directory's name says whose it is.
+kept and pointed out. The next run does that for an agent that was killed with its server, and
+removes what a killed ``elaunch.run()`` has left (:func:`remove_abandoned`): the directory's name
+says whose it is.
 
 TorchInductor's cache is meant to outlive a job, and stays where it is without elaunch. A variable
 names it, and a link in the run's directory leads to it: TorchInductor looks for its precompiled
@@ -26,6 +27,7 @@ import fcntl
 import getpass
 import os
 import re
+import shutil
 import stat
 import struct
 import tempfile
@@ -37,6 +39,8 @@ from elaunch import env, proc
 
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CALL: Final = "call-"
+"""Kind of a directory that has only what elaunch.run() or elastic_launch() has put there."""
 TORCHS_STACKS: Final = "torch-dump_traceback"
 """How the file begins into which torch writes the stacks that it is asked for, and which it leaves
 where the worker ends meanwhile."""
@@ -55,7 +59,7 @@ class RunTemp:
         if choice == "shared" or any(_is_decision(environ.get(name, "")) for name in NAMES):
             return
         shared = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix=f"{env.TEMP_PREFIX}{_mark(os.getpid())}-")
+        self.path = tempfile.mkdtemp(prefix=own_prefix())
         self.variables = {"TMPDIR": self.path}
         cache = _own_cache(os.path.join(shared, f"{env.CACHE_PREFIX}{_user()}"))
         if cache is None:
@@ -88,8 +92,15 @@ def remove_abandoned() -> None:
                 one.stat(follow_symlinks=False).st_uid == user
             )
             if is_ours and _mark(int(made[2])) != made[1]:
+                if one.name.startswith(CALL, made.end()):
+                    shutil.rmtree(one.path, ignore_errors=True)
                 _remove_link(os.path.join(one.path, link))
                 _clear(one.path)
+
+
+def own_prefix(kind: str = "") -> str:
+    """Return how the name of a temporary directory of this process begins; ``kind``: "" or CALL."""
+    return f"{env.TEMP_PREFIX}{_mark(os.getpid())}-{kind}"
 
 
 def _mark(pid: int) -> str:

@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from elaunch.agent.workers.tempdir import (
+    CALL,
     RunTemp,
     compiler_caches,
+    own_prefix,
     remove_abandoned,
     remove_torn,
 )
@@ -60,6 +62,7 @@ def test_files_are_kept(shared: Path) -> None:
     assert saved.read_text() == "weights" and not Path(temp.path, "empty").exists()
 
 
+IMPORT = "from elaunch.agent.workers import tempdir"
 MAKE = """
 import os, signal
 from elaunch.agent.workers.tempdir import RunTemp
@@ -97,6 +100,24 @@ def test_those_of_killed_agents_are_cleared(shared: Path) -> None:
     assert (full / "model.checkpoint").read_text() == "weights"
     assert (elsewhere / "empty").is_dir() and Path(living.path).is_dir()
     assert living.close() is None
+
+
+def test_what_a_killed_call_has_left_is_removed(shared: Path) -> None:
+    """The pickled function and the results are nobody's any more."""
+    call = "tempfile.mkdtemp(prefix=tempdir.own_prefix(tempdir.CALL))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import tempfile; {IMPORT}; print({call})"],
+        env=os.environ | {"TMPDIR": str(shared)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    dead, living = Path(done.stdout.strip()), Path(tempfile.mkdtemp(prefix=own_prefix(CALL)))
+    for path in (dead, living):
+        (path / "call").write_bytes(b"pickled")
+    remove_abandoned()
+    assert (dead.exists(), living.exists()) == (False, True)
 
 
 @pytest.mark.parametrize(
