@@ -91,11 +91,12 @@ def remove_abandoned() -> None:
             is_ours = one.is_dir(follow_symlinks=False) and (
                 one.stat(follow_symlinks=False).st_uid == user
             )
-            if is_ours and _mark(int(made[2])) != made[1]:
-                if one.name.startswith(CALL, made.end()):
-                    shutil.rmtree(one.path, ignore_errors=True)
-                _remove_link(os.path.join(one.path, link))
-                _clear(one.path)
+            if not is_ours or _mark(int(made[2])) == made[1]:
+                continue
+            if one.name.startswith(CALL, made.end()):
+                shutil.rmtree(one.path, ignore_errors=True)
+            _remove_link(os.path.join(one.path, link))
+            _clear(one.path)
 
 
 def own_prefix(kind: str = "") -> str:
