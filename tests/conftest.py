@@ -6,7 +6,10 @@ import faulthandler
 import gc
 import os
 import random
+import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +28,11 @@ settings.register_profile("project", deadline=None, suppress_health_check=[Healt
 settings.load_profile("project")
 settings.register_profile("check", settings.get_profile("project"), max_examples=25)
 
+
+OF_THE_PROCESS = re.compile(r"etcd|checkpoint \d+ rank \d+")
+"""Names of threads that end with the process: one for all etcds, a save's whose node is dead."""
+
+THREADS_END_S = 5.0
 
 _LINKS = pytest.StashKey[Path]()
 
@@ -113,6 +121,17 @@ def pytest_timeout_cancel_timer() -> bool:
     """See there."""
     faulthandler.cancel_dump_traceback_later()
     return True
+
+
+@pytest.fixture(autouse=True)
+def _threads_end_with_the_test() -> Iterator[None]:
+    """Wait for the threads that the test has started; the next test would catch what they log."""
+    before = {*threading.enumerate()}
+    yield
+    until = time.monotonic() + THREADS_END_S
+    for thread in threading.enumerate():
+        if thread not in before and not OF_THE_PROCESS.fullmatch(thread.name):
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @pytest.fixture

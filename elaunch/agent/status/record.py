@@ -360,7 +360,7 @@ THAWED_S: Final = 0.2
 
 
 class RecordWriter:
-    """Owns the thread, from the first :meth:`put` on; only the loop calls that.
+    """Owns the thread, from the first :meth:`put` to the last record; only the loop calls that.
 
     Args:
         write: replaces the record; raises RunDirError where it cannot.
@@ -434,10 +434,14 @@ class RecordWriter:
                 problem = str(error)
             with self._changed:
                 self._done, self._late = number, False
+                ends = is_last and self._next is None
+                self._thread = None if ends else self._thread
                 news, self._problem = problem not in ("", self._problem), problem or self._problem
                 self._changed.notify_all()
             if news:
                 self._warn(f"{problem}; `elaunch status` will be out of date")
+            if ends:
+                return
 
     def _pause(self, again: bool) -> float | None:
         least, most = AGAIN_S

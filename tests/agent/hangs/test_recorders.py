@@ -34,13 +34,15 @@ NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
 GROUPS = '["0", 2, 1, []]\n["1", 1, null, [0]]\n'
 
 
-def answering(path: Path, answer: bytes, on_device: bytes = NOT_THERE) -> None:
-    """Have somebody at ``path`` answer two questions, that for NCCL's record with the second."""
+def answering(
+    path: Path, answer: bytes, on_device: bytes = NOT_THERE, *, questions: int = 2
+) -> None:
+    """Have somebody at ``path`` answer questions, that for NCCL's record with the second answer."""
     listener = listen(path, 8)
 
     def serve() -> None:
         with listener:
-            for _ in range(2):
+            for _ in range(questions):
                 with listener.accept()[0] as connection:
                     reply(
                         connection, on_device if DEVICE_TRACE in connection.recv(4096) else answer
@@ -211,7 +213,7 @@ def test_the_first_collective_of_nccl_is_not_recorded_while_it_connects(
 def test_stacks_that_are_only_shown_are_not_waited_for(tmp_path: Path) -> None:
     """They may wait for Python's lock for ever; what is recorded comes without it."""
     answer = b'{"entries": []}'
-    answering(tmp_path / "0", HEAD % len(answer) + answer)
+    answering(tmp_path / "0", HEAD % len(answer) + answer, questions=1)
     silent = listen(tmp_path / "1", 8)
     questions = {Question(0, TRACE): tmp_path / "0", Question(1, STACKS): tmp_path / "1"}
     began = time.monotonic()

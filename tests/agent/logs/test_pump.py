@@ -344,7 +344,7 @@ def test_a_round_begins_while_the_files_of_the_last_are_closed(
     one.run({0: "print('first')"}, round=0)
     one.run({0: "print('second')"}, round=1)
     slow_close.set()
-    one.pump.close()
+    one.close()
     assert written(tmp_path, 0, round=0) == b"first\n"
     assert written(tmp_path, 0, round=1) == b"second\n"
 
@@ -356,8 +356,7 @@ def test_files_that_cannot_be_closed_are_named(
     one = rig(redirects=both(3))
     one.run({0: "print('first')"})
     one.pump.close(0.2)
-    os.close(one._console[1])
-    one.err.thread.join(SECONDS)
+    one.close()
     assert f"{tmp_path}, round 0: the log files are not closed yet".encode() in one.err.data
 
 
@@ -541,6 +540,7 @@ def test_a_failed_pump_lets_nobody_hang(
         os.write(ends[0][0], b"x")
     close_all(ends[0])
     assert "the log pump failed" in caplog.text
+    one.close()
 
 
 def switches() -> int:

@@ -23,7 +23,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver import service
+from elaunch.agent.saver import saver, service
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.workers.links import WorkerLinks
@@ -90,7 +90,7 @@ class Rig:
         self.settings = structs.replace(settings, **changes)
         self.storage = open_storage(self.place)
         self.storage.prepare("digits", given=True)
-        self.inbox: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
         self.seen: list[events.Event] = []
         self.state = State(Limits(2), phase=Phase.RUNNING)
         self.finisher = DirectoryFinisher(self.settings)
@@ -109,16 +109,15 @@ class Rig:
         self.saver.begin(round_)
 
     def _loop(self) -> None:
-        while True:
-            event = self.inbox.get()
+        while (event := self.inbox.get()) is not None:
             if isinstance(event, events.FenceAsked):
                 event.answer(refusal(self.state, event.round))
             self.seen.append(event)
 
     def worker(self, rank: int, number: int = 0) -> AgentSaverClient:
-        saver = client(self.socket, rank, rank, str(self.place), number)
-        saver.connect(number)
-        return saver
+        made = client(self.socket, rank, rank, str(self.place), number)
+        made.connect(number)
+        return made
 
     def settle(self, seconds: float = LONG) -> events.SavesSettled:
         self.saver.settle(seconds)
@@ -145,12 +144,14 @@ class Rig:
         self.control.close()
         self.links.close()
         self.saver.close()
+        self.inbox.put(None)
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
+    monkeypatch.setattr(saver, "LAST_WAIT_S", 0.0)  # a part that was not sent comes no more
     made.close()
 
 
@@ -642,3 +643,4 @@ def test_the_first_worker_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(workers) == 2
     end(*workers)
     rig.settle()
+    rig.close()

@@ -19,7 +19,7 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.agent.saver import commitrules, inflight, queue
+from elaunch.agent.saver import commitrules, inflight, queue, saver
 from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.saver.service import SaverService, ServedWorker
@@ -155,9 +155,10 @@ def pair(root: Path, **changes: Any) -> list[Agent]:
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[list[Agent]]:
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
     made = pair(tmp_path)
     yield made
+    monkeypatch.setattr(saver, "LAST_WAIT_S", 0.0)  # a part that was not sent comes no more
     for agent in made:
         agent.close()
 
@@ -459,10 +460,11 @@ def test_a_round_that_ends_may_still_commit(agents: list[Agent], phase: Any) -> 
 
 
 @pytest.fixture
-def disks(tmp_path: Path) -> Iterator[list[Agent]]:
+def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
     """The agents of two nodes with a directory of its own each."""
     made = apart(tmp_path)
     yield made
+    monkeypatch.setattr(saver, "LAST_WAIT_S", 0.0)
     for agent in made:
         agent.close()
 

@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.agent import patience
 from elaunch.agent.policy import events, turn
-from elaunch.agent.policy.actions import Action, Finish, StartRound
+from elaunch.agent.policy.actions import Finish, StartRound
 from elaunch.agent.policy.state import Limits, Phase, State
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.status import record as recordwriter
@@ -30,7 +30,10 @@ LONG = 60.0
 
 
 class Disk:
-    """A place for records that takes none before ``answers`` is set."""
+    """A place for records that takes none before ``answers`` is set.
+
+    A writer's last record is its thread's end; a test that puts none itself calls :meth:`end`.
+    """
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -45,6 +48,11 @@ class Disk:
         if self.problem:
             raise RunDirError(self.problem)
         self.written.append(text + "!" * is_last)
+
+    def end(self, writer: RecordWriter) -> None:
+        """Have the writer put its last record."""
+        self.problem = ""
+        writer.put("end", is_last=True)
 
 
 @pytest.fixture
@@ -63,6 +71,7 @@ def test_a_record_is_written_when_put_returns(disk: Disk, monkeypatch: pytest.Mo
         assert writer.put(str(number))
         assert disk.written[-1] == str(number)
     assert disk.said == []
+    disk.end(writer)
 
 
 def test_a_record_is_written_again_until_the_last(
@@ -90,6 +99,7 @@ def test_what_makes_a_record_may_fail(
     wait_until(lambda: "ZeroDivisionError" in caplog.text, what="it is logged")
     assert writer.put("second") and disk.written == ["first", "second"]
     assert caplog.text.count("Traceback") == 1
+    disk.end(writer)
 
 
 @pytest.mark.slow
@@ -107,6 +117,7 @@ def test_a_disk_that_hangs_is_waited_for_once(disk: Disk) -> None:
     disk.answers.set()
     wait_until(lambda: disk.written == ["first", "end!"], what="the newest is written")
     wait_until(lambda: writer.put("more"), what="it is waited for again")
+    disk.end(writer)
 
 
 def test_a_step_between_failure_and_next_round_is_written_and_not_waited_for(
@@ -121,6 +132,7 @@ def test_a_step_between_failure_and_next_round_is_written_and_not_waited_for(
     disk.answers.set()
     wait_until(lambda: disk.written[-1:] == ["flushed"], what="the newest is written")
     assert writer.put("running") and disk.written[-1] == "running"
+    disk.end(writer)
 
 
 def test_what_a_disk_refuses_is_said_once(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +144,7 @@ def test_what_a_disk_refuses_is_said_once(disk: Disk, monkeypatch: pytest.Monkey
         assert writer.put("x")
     wait_until(lambda: len(disk.said) == 2, what="both are said")
     assert disk.said[0] == "it is full; `elaunch status` will be out of date"
+    disk.end(writer)
 
 
 def test_the_loop_waits_for_no_file_system_for_ever(
@@ -155,6 +168,12 @@ def test_the_loop_waits_for_no_file_system_for_ever(
     assert "cannot read: No such file or directory; going on" in caplog.text
 
 
+def finish(record: StatusRecord) -> None:
+    """Have a job end, and its last record written."""
+    state = State(Limits(1), phase=Phase.ENDED)
+    record.see(Turn(state, events.TreeGone(0), Finish(0), "", state, None))
+
+
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_how_long_a_run_lasts_where_the_clock_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
@@ -164,16 +183,12 @@ def test_how_long_a_run_lasts_where_the_clock_is_set(
     script.write_text("")
     settings = resolve({}, [str(script)], {"PATH": os.environ["PATH"]}, tmp_path)
     record, clock = StatusRecord(settings, RunDir(tmp_path), None, print), time.time
-
-    def see(event: events.Event, action: Action, phase: Phase, begun: Round | None = None) -> None:
-        state = State(Limits(1), phase=phase)
-        record.see(Turn(state, event, action, "", state, begun))
-
-    see(events.DeadlinePassed(), StartRound(0, None), Phase.RUNNING, Round(0, 1))
+    state = State(Limits(1), phase=Phase.RUNNING)
+    record.see(Turn(state, events.DeadlinePassed(), StartRound(0, None), "", state, Round(0, 1)))
     monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
     found = cast("Record", record.snapshot())
     assert 0 <= found["history"][0]["lasted_s"] <= lasted(found, time.time()) < 600
-    see(events.TreeGone(0), Finish(0), Phase.ENDED)
+    finish(record)
     found = RunDir(tmp_path).read_state()
     assert found["ended_at"] is not None
     assert abs(found["ended_at"] - found["started_at"] - 3600 * hours) < 600
@@ -193,6 +208,7 @@ def test_the_reason_names_the_node_that_is_waited_for(tmp_path: Path) -> None:
     ):
         record.see(turn.make_turn(waiting, events.PlanSeen(plan, "a")))
         assert record.snapshot()["reason"] == (plan.waits or plan.reason)
+    finish(record)
 
 
 def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> None:
@@ -211,3 +227,4 @@ def test_of_many_nodes_only_the_first_ones_record_has_all(tmp_path: Path) -> Non
         assert found["nodes"][1]["host"] == "host1"
         assert RunDir(tmp_path).read_state()["nodes"] == found["nodes"]
         assert [node["host"] for node in record.snapshot(True)["nodes"]][99:] == ["host99"]
+    finish(record)
