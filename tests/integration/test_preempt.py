@@ -247,6 +247,37 @@ def test_sigterm_to_every_process(elaunch: Launcher, also: str) -> None:
     assert "DataLoader worker" not in done.stderr
 
 
+def test_a_late_sigterm_spoils_no_save(elaunch: Launcher) -> None:
+    """One process of many gets it when it has saved and closed the context already."""
+    share = elaunch.directory / "share"
+    share.mkdir()
+    script = elaunch.directory / "late.py"
+    script.write_text(LATE)
+    running = elaunch.start([*CONTEXT, "--nproc-per-node=1", script, share])
+    running.wait_for_line("asks", 60.0)
+    running.send_signal(signal.SIGTERM)
+    pid = int(running.wait_for_line(r"closed (\d+)", 60.0)[1])
+    os.kill(pid, signal.SIGTERM)
+    (share / "go").touch()
+    done = running.wait()
+    assert done.returncode == 75, done.stderr
+
+
+LATE = """
+import os, pathlib, sys, time
+import elaunch
+
+with elaunch.init() as ctx:
+    ctx.preempt.should_preempt()
+    print("asks", flush=True)
+    while not ctx.preempt.should_preempt():
+        time.sleep(0.01)
+print("closed", os.getpid(), flush=True)
+while not pathlib.Path(sys.argv[1], "go").exists():
+    time.sleep(0.01)
+"""
+
+
 def test_children_end_by_sigterm_of_their_parent(elaunch: Launcher) -> None:
     """Whatever way they were made in, after the script has asked."""
     share = elaunch.directory / "share"
