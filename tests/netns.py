@@ -86,6 +86,7 @@ class Machine:
         )
         self.holder = 0
         self.net = 0
+        self.network = -1
 
     def ready(self) -> None:
         """Wait until the machine is there."""
@@ -93,7 +94,9 @@ class Machine:
         line = self._unshare.stdout.readline()
         assert line, f"{self.name}: {self._unshare.stderr.read()}"
         self.holder = int(line)
-        self.net = os.stat(f"/proc/{self.holder}/ns/net").st_ino
+        # While this is open, no other network gets the same inode: what is killed by it is ours.
+        self.network = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY)
+        self.net = os.fstat(self.network).st_ino
         self._own = {self._unshare.pid, self.holder}
 
     def prefix(self, directory: Path | None = None) -> list[str]:
@@ -134,6 +137,8 @@ class Machine:
             assert pipe is not None
             pipe.close()
         self._unshare.wait(60.0)
+        if self.network >= 0:
+            os.close(self.network)
 
 
 def saver(machines: Sequence[Machine]) -> subprocess.Popen[bytes]:
@@ -142,6 +147,7 @@ def saver(machines: Sequence[Machine]) -> subprocess.Popen[bytes]:
         [sys.executable, "-S", "-E", __file__, *(str(machine.net) for machine in machines)],
         stdin=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=[machine.network for machine in machines],
     )
 
 
