@@ -15,6 +15,7 @@ if not getattr(sys.flags, "safe_path", False):
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from elaunch.server import script, torchfix
 from elaunch.server.loop import serve
+from elaunch.wire import recorder
 
 del sys.path[0]
 
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     try:
         script.prepare(_job)()
     except BaseException as _error:
+        recorder.leave(_error)
         torchfix.leave_out_destructors(_error)
         script.forget_server(_error)
         raise  # adds no frame of its own: the interpreter shows what the script has left

@@ -313,6 +313,7 @@ class Context:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._error = error
+        recorder.leave(error)
         self._shown(kind, error, traceback)
 
 

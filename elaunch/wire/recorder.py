@@ -114,6 +114,16 @@ def watch(environ: Mapping[str, str]) -> None:
         recorder.note_made(distributed)
 
 
+def leave(error: BaseException) -> None:
+    """Show that ``error`` ends the script: the interpreter waits for its threads before atexit."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return  # its threads may go on training
+    make_group = getattr(sys.modules.get(_C10D), "_new_process_group_helper", None)
+    recorder = getattr(make_group, "__self__", None)
+    if isinstance(recorder, _Recorder):
+        recorder.leave()
+
+
 class _Awaiting:
     """Stands before the finders of modules until torch.distributed is imported, and is gone."""
 
@@ -220,9 +230,9 @@ class _Recorder:
         self._server = server
         os.chmod(self._path, 0o600)
         os.register_at_fork(after_in_child=self._close_in_fork)
-        atexit.register(self._leave)
+        atexit.register(self.leave)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Be asked nothing more, and have answered: torch's threads take Python's lock for that.
 
         One that gets the lock of an interpreter that is being taken apart ends the process.

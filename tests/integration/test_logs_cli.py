@@ -194,7 +194,7 @@ def test_a_script_of_four_lines_fails(elaunch: Launcher, tmp_path: Path, nproc: 
 
 
 SLOW_END = """\
-import atexit, os, signal, sys, torch.distributed as dist
+import atexit, os, signal, sys, threading, torch.distributed as dist
 def end():
     if dist.get_rank() == 1:
         dist.destroy_process_group()
@@ -203,6 +203,9 @@ atexit.register(end)
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     if "own" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    if "thread" in sys.argv:
+        threading.Thread(target=threading.Event().wait).start()
+        dist.destroy_process_group()
     raise ValueError("my own bug")
 dist.barrier()
 """
@@ -210,7 +213,7 @@ dist.barrier()
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [2, 4])
-@pytest.mark.parametrize("how", ["signalled", "own"])
+@pytest.mark.parametrize("how", ["signalled", "own", "thread"])
 def test_the_rank_that_raised_ends_last(
     elaunch: Launcher, tmp_path: Path, nproc: int, how: str
 ) -> None:
@@ -229,6 +232,18 @@ def test_the_rank_that_raised_ends_last(
     assert "my own bug" in table.partition("Root Cause")[2], done.stderr
     shown = elaunch.run(["why", "slow"]).stdout
     assert shown.count("Traceback (most recent") == 1, shown
+
+
+def test_an_error_of_an_atexit_callback_is_not_the_cause(elaunch: Launcher, tmp_path: Path) -> None:
+    """The report is about what has ended the script before."""
+    script = tmp_path / "callback.py"
+    script.write_text(
+        "import atexit\natexit.register(lambda: {}['lost'])\nraise ValueError('my own bug')\n"
+    )
+    done = elaunch.run(["run", str(script)])
+    assert done.returncode == 1
+    assert "rank 0 failed at callback.py:3: ValueError: my own bug\n" in done.stderr
+    assert "KeyError" not in done.stderr
 
 
 @pytest.mark.parametrize(

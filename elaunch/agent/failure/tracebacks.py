@@ -5,7 +5,8 @@ A block of text is looked for in this order, depending on how the worker ended:
 =====================  =======================================================================
 it ended by            taken from the tail of its stderr
 =====================  =======================================================================
-an exit code           the last Python traceback with all exceptions chained to it
+an exit code           the last Python traceback with all exceptions chained to it; one that
+                       Python ignored, as in an atexit callback, only where it has no other
 a crash signal         from the last traceback or crash dump ("Fatal Python error", "terminate
                        called") to the end, whichever of the two begins first
 anything else          the last 20 lines
@@ -45,6 +46,8 @@ CRASHES = frozenset(
 HEADER = "Traceback (most recent call last):"
 HANDLING = "During handling of the above exception, another exception occurred:"
 _HEADER = re.compile(r"(?:  \+ Exception Group )?" + re.escape(HEADER))
+_IGNORED = re.compile(r"Exception ignored |Error in atexit\.")
+"""The line before an exception that does not end the process."""
 _CRASH = re.compile(r"Fatal Python error: |terminate called ")
 _WHAT = re.compile(r"\s*what\(\):\s*(?:\[PG [^\]]*\] )?(?P<text>.*\S)")
 """The text of C++'s exception, in the line after "terminate called"; before NCCL's its group."""
@@ -165,15 +168,19 @@ def _narrow(line: str, source: str) -> str:
 
 
 def _last_traceback(lines: Sequence[str], bare: Sequence[str]) -> Sequence[str]:
-    """Return the last traceback, with the ones chained before it."""
+    """Return the last traceback that is not ignored, with the ones chained before it."""
     headers = [number for number, line in enumerate(bare) if _HEADER.match(line)]
-    if not headers:
-        return []
-    start = headers.pop()
-    end = _end(lines, bare, start)
-    while headers and _is_chained(bare, start):
+    found: Sequence[str] = []
+    limit = len(bare)
+    while headers:
         start = headers.pop()
-    return bare[start:end]
+        end = min(_end(lines, bare, start), limit)
+        while headers and _is_chained(bare, start):
+            start = headers.pop()
+        if not (start and _IGNORED.match(bare[start - 1])):
+            return bare[start:end]
+        found, limit = found or bare[start:end], start - 1
+    return found
 
 
 def _end(lines: Sequence[str], bare: Sequence[str], start: int) -> int:

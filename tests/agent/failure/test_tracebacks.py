@@ -41,6 +41,9 @@ Current thread 0x00007f (most recent call first):
   File "train.py", line 9 in <module>"""
 
 
+IGNORED = "Exception ignored in atexit callback: <function end at 0x7f>"
+
+
 def lines(*parts: str) -> list[str]:
     """Join texts to lines, as the log pump's tail gives them."""
     return "\n".join(parts).split("\n")
@@ -59,6 +62,9 @@ def lines(*parts: str) -> list[str]:
         (lines("one", PLAIN.replace("boom", "old"), "retry", PLAIN), 1, lines(PLAIN)),
         (lines("one", CHAINED), 1, lines(CHAINED)),
         (lines(PLAIN, CHAINED), 1, lines(CHAINED)),
+        (lines(PLAIN, IGNORED, CHAINED), 1, lines(PLAIN)),
+        (lines(CHAINED, "Error in atexit._run_exitfuncs:", PLAIN), 1, lines(CHAINED)),
+        (lines(IGNORED, PLAIN), 1, lines(PLAIN)),
         (lines("killed", PLAIN, "step 9"), -9, lines("killed", PLAIN, "step 9")),
         (lines("step 1", CRASH), -11, lines(CRASH)),
         (lines("step 1", PLAIN, "terminate called"), -6, lines(PLAIN, "terminate called")),
