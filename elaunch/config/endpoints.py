@@ -71,10 +71,11 @@ def listening(raw: str) -> tuple[str, int]:
 
 def pages(raw: str) -> tuple[str, int | None] | None:
     """Return (host, port or None) of a web server, "yes" for any port of loopback; None for no."""
-    with contextlib.suppress(ValueError):
-        if not values.switch(raw):
-            return None
-        raw = ""
+    if not raw.isdecimal() or raw in ("0", "1"):  # another number is a port
+        with contextlib.suppress(ValueError):
+            if not values.switch(raw):
+                return None
+            raw = ""
     place = listening(raw) if raw else ("127.0.0.1", None)
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:

@@ -264,7 +264,7 @@ OTHER = (
         "Port of /metrics for Prometheus; on loopback unless HOST is given.",
     ),
     own(
-        *("dashboard", Kind(endpoints.pages, "[=HOST:PORT]", "yes, no or HOST:PORT"), "no"),
+        *("dashboard", Kind(endpoints.pages, "[=[HOST:]PORT]", "yes, no, PORT or HOST:PORT"), "no"),
         "Serve the run's pages for the browser while it lasts, and print their address.",
     ),
     switch(

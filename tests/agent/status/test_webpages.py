@@ -84,3 +84,13 @@ def test_the_detached_command_prints_the_address(elaunch: Launcher) -> None:
     assert not healthy(found[1])
     refused = elaunch.run(act(SPAWN, "wait", flags=["--dashboard=maybe"]))
     assert refused.returncode == 2 and "--dashboard: 'maybe'" in refused.stderr
+
+
+def test_a_port_alone_is_the_port(elaunch: Launcher) -> None:
+    """It is of loopback; one that is taken is refused before anything starts."""
+    port = free_port()
+    flags = [*FLAGS, f"--dashboard={port}"]
+    job = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    job.wait_for_line(rf"dashboard: http://127\.0\.0\.1:{port}/", stream="stderr")
+    refused = elaunch.run(act(SPAWN, "wait", flags=flags))
+    assert refused.returncode == 2 and f"port {port} " in refused.stderr
