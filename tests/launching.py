@@ -71,7 +71,11 @@ def free_port(host: str = "") -> int:
 def without_waits(stderr: str) -> str:
     """Return what a command says beyond the reminders of a busy machine that it still waits."""
     lines = stderr.splitlines(keepends=True)
-    return "".join(line for line in lines if not re.match(r"elaunch \S+ still waiting for ", line))
+    return "".join(
+        line
+        for line in lines
+        if not re.match(r"elaunch \S+ still (?:waiting for|importing|starting) ", line)
+    )
 
 
 def wait_until(condition: Callable[[], object], deadline: float = DEADLINE, what: str = "") -> None:

@@ -175,14 +175,15 @@ class Agent:
         if state.phase is not Phase.STARTING:
             return ""  # the first round is just being started
         modules = " ".join(name for name in settings.preload if not name.startswith("+"))
-        imports = f"it imports {modules} (--preload), " if modules else ""
-        what = f"the server that starts the workers, for {seconds:.0f} s: {imports}if the"
+        what = f"importing {modules} (--preload)" if modules else "starting the workers' server"
         if not state.limits.nproc:
-            what = f"the server to count the devices, for {seconds:.0f} s: it imports torch first, "
-            what += "if the"
+            what = "importing torch to count the devices"
         elif (directory := settings.checkpoint_dir) is not None and not state.probed:
             return f"still waiting for --checkpoint-dir {directory} to answer, for {seconds:.0f} s"
-        return f"still waiting for {what} file system of {settings.interpreter} answers at all"
+        return (
+            f"still {what} after {seconds:.0f} s; "
+            f"is the file system of {settings.interpreter} slow?"
+        )
 
     # ── doing ────────────────────────────────────────────────────────────────────────────────────
 

@@ -109,8 +109,8 @@ def _debugged(run: RunDir, rank: int, pid: int, stack: contextlib.ExitStack) -> 
     path.unlink(missing_ok=True)
     with connection:
         click.echo(
-            f"elaunch: pdb in rank {rank}, pid {pid}: `c`, `q` and Ctrl-D let it go on; a timeout "
-            "of torch's for collectives runs meanwhile",
+            f"elaunch: pdb in rank {rank}, pid {pid}: `c`, `q` and Ctrl-D let it go on; torch's "
+            "collective timeout keeps running",
             err=True,
         )
         goes_on = _relay(connection, worker)

@@ -192,7 +192,7 @@ def lost_reason(record: Record, survivors: Sequence[WorkerRecord], rebooted: boo
     who = f"the agent (pid {pid})"
     if rebooted:
         return f"{who} ended when the machine was restarted, and its workers with it"
-    gone = f"{who} is gone without a word: it was killed"
+    gone = f"{who} was killed"
     if not survivors:
         return f"{gone}; its workers were ended with it"
     names = listed([f"rank {worker['rank']} (pid {worker['pid']})" for worker in survivors])

@@ -267,7 +267,7 @@ def _slowest(timing: TimingRecord, late: LateRecord | None, nodes: int) -> str:
             return "not known: no two ranks of this node have reported more than 5 steps"
         return UNKNOWN
     if not _stands_out(found):
-        return f"none stands out: a step takes each {found['median_s']:.3g} s of its own"
+        return f"none; each rank spends {found['median_s']:.3g} s per step"
     whose = "this node's ranks" if nodes == 1 else f"the ranks of {count(nodes)}"
     return f"rank {found['rank']}: {_paced(found)} of {whose}, {found['median_s']:.3g} s"
 

@@ -48,8 +48,7 @@ def test_a_killed_agent_is_lost(play: Play) -> None:
     standing = read_standing(agent.run)
     assert (standing.state, standing.agent, standing.live) == ("LOST", "gone", False)
     assert standing.reason == (
-        f"the agent (pid {agent.process.pid}) is gone without a word: it was killed; "
-        "its workers were ended with it"
+        f"the agent (pid {agent.process.pid}) was killed; its workers were ended with it"
     )
     assert standing.duration_s is None
 
@@ -151,7 +150,7 @@ def test_a_pid_that_went_to_a_stranger_is_not_the_agent(play: Play) -> None:
         ({"host": "node7"}, "elsewhere", "RUNNING", None),
         ({"boot_id": "before"}, "gone", "LOST", "ended when the machine was restarted"),
         # Another container of this host: nobody listens any more, so its agent is gone.
-        ({"pid_ns": "pid:[1]"}, "gone", "LOST", "is gone without a word"),
+        ({"pid_ns": "pid:[1]"}, "gone", "LOST", "was killed"),
     ],
 )
 def test_agents_that_cannot_be_seen(

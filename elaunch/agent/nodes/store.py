@@ -319,8 +319,8 @@ def _open_to(listening: socket.socket) -> str:
     """Return the warning that a store without a secret is open, to whom, and what closes it."""
     host, port = listening.getsockname()[:2]
     here = is_loopback(host)
-    who = "every user of this machine" if here else f"whoever reaches port {port} of this machine"
+    who = "any local user" if here else f"whoever reaches port {port} of this machine"
     return (
-        f"the store of this job's agents is open: {who} can end the job or lead its workers "
-        "elsewhere; --rdzv-secret-file FILE, the same on all nodes, closes it"
+        f"the store of this job's agents is open: {who} can stop or hijack this job; "
+        "--rdzv-secret-file FILE, the same on all nodes, closes it"
     )

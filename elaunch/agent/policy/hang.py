@@ -32,7 +32,7 @@ def _on_hang(state: State, event: events.HangSeen) -> Decision:
 def _on_stacks(state: State, event: events.StacksTaken) -> Decision:
     if not state.taking or event.round != state.round or state.phase is not Phase.RUNNING:
         return NOTHING
-    return _stop(state, "its stacks are taken")
+    return _stop(state, "stacks captured")
 
 
 def elsewhere(state: State, plan: Plan) -> Decision | None:
@@ -49,12 +49,12 @@ def elsewhere(state: State, plan: Plan) -> Decision | None:
 
 def overdue(state: State) -> Decision:
     """Return what follows when the stacks do not come."""
-    return _stop(state, "its stacks could not be taken in time")
+    return _stop(state, "no stacks captured in time")
 
 
 def _stop(state: State, what: str) -> Decision:
     grace, others = state.limits.sibling_grace, workers(len(state.alive))
-    reason = f"the round hangs, {what}; stopping {others}, grace {grace:g} s"
+    reason = f"round hung; {what}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
 
 

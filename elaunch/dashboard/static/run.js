@@ -222,6 +222,6 @@ function more(run) {
   const rows = [["Command", run.launcher ? run.argv.join(" ") : ["elaunch", ...run.argv.slice(1)].join(" ")], ["Directory", run.cwd],
     [run.launcher ? "Script" : "Agent", `pid ${run.agent.pid} on ${run.agent.host}, user ${run.agent.user}`],
     ["Record", run.dir], ["Logs", run.log_dir ?? "–"], ["Checkpoints", run.checkpoint_dir ?? "–"]];
-  return [h("details", {}, h("summary", {}, "Where it came from"),
+  return [h("details", {}, h("summary", {}, "Details"),
     table([[""], ["", "wide"]], rows.map(([name, text]) => ({ cells: [name, h("span", { class: "mono" }, text)] }))))];
 }

@@ -197,7 +197,7 @@ def test_without_munge_the_store_is_open_as_before(
     opening = around_tcp.one_more()[0]
     assert opening.hosts and opening.secret is None
     (line,) = caplog.messages
-    assert "the store of this job's agents is open: every user of this machine can" in line
+    assert "the store of this job's agents is open: any local user can" in line
     assert "--rdzv-secret-file" in line and "Slurm's MUNGE would, but munge: Error" in line
     assert around_tcp.one_more()[0].secret is None
     assert len(caplog.messages) == 1

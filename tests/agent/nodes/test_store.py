@@ -94,7 +94,7 @@ def test_an_open_store_is_said_to_be_open(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, free_port: int
 ) -> None:
     """Once, by the agent that hosts; not by its clients, and not where records are signed."""
-    said = "the store of this job's agents is open: every user of this machine can end the job"
+    said = "the store of this job's agents is open: any local user can stop or hijack this job"
     one, two = (opening(meeting(free_port), stack) for _ in range(2))
     one.prepare()
     assert [said in line and "--rdzv-secret-file" in line for line in caplog.messages] == [True]

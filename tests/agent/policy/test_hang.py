@@ -76,7 +76,7 @@ TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action, str]] = {
         TWO,
         KNOWN,
         StopWorkers(signal.SIGTERM, 5.0),
-        "the round hangs, its stacks are taken; stopping 2 workers, grace 5 s",
+        "round hung; stacks captured; stopping 2 workers, grace 5 s",
     ),
     "those of another round": (TWO, (*HANGS, taken(2)), Nothing(), ""),
     "stacks that nobody waits for": (TWO, (*RUNS, taken()), Nothing(), ""),
@@ -84,7 +84,7 @@ TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action, str]] = {
         TWO,
         (*HANGS, DEADLINE),
         StopWorkers(signal.SIGTERM, 5.0),
-        "the round hangs, its stacks could not be taken in time; stopping 2 workers, grace 5 s",
+        "round hung; no stacks captured in time; stopping 2 workers, grace 5 s",
     ),
     "and then they do": (TWO, (*HANGS, DEADLINE, taken()), Nothing(), ""),
     "who outlives the grace": (
@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action, str]] = {
         TWO,
         (*HANGS, events.WorkerListens(0, 0), events.PreemptAsked("asked", print), taken()),
         StopWorkers(signal.SIGTERM, 5.0),
-        "the round hangs, its stacks are taken; stopping 2 workers, grace 5 s",
+        "round hung; stacks captured; stopping 2 workers, grace 5 s",
     ),
 }
 
