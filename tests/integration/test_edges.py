@@ -257,6 +257,10 @@ def test_a_directory_without_anything_known_is_pointed_out(
     assert done.returncode == 0
     assert f"no checkpoint is recognised among 1 entry of {saves}" in done.stderr
     assert "--checkpoint-glob" in done.stderr
+    (saves / ".metadata").write_bytes(b"")
+    done = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    assert "dcp.save wrote into it; save each step into a new directory below it" in done.stderr
+    assert "--checkpoint-glob" not in done.stderr
     (saves / "step_10.pt").unlink()
     (saves / "run.json").write_text('{"schema": 1, "run_id": "", "given": false, "created": 0}')
     again = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))

@@ -8,6 +8,7 @@ known. Nothing else waits for that, and the lines not longer than HOLD_S.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from elaunch.agent.policy.actions import Action, EndTree, Finish, Meet, Nothing,
 from elaunch.agent.policy.state import State
 from elaunch.agent.policy.turn import Turn
 from elaunch.agent.resume import latest
+from elaunch.checkpoint.formats import dcp
 from elaunch.config import Settings
 from elaunch.rendezvous import text
 from elaunch.rendezvous.text import UNACCUSED
@@ -160,6 +162,8 @@ class DecisionLog:
         if not found:
             return
         fix = f"nothing matches {glob!r}" if glob else "name the files by --checkpoint-glob"
+        if isinstance(root, Path) and os.path.lexists(root / dcp.METADATA):
+            fix = "dcp.save wrote into it; save each step into a new directory below it"
         among = f"{found} {'entry' if found == 1 else 'entries'}"
         line = f"no checkpoint is recognised among {among} of {root}: {fix}"
         if passed_over:

@@ -132,7 +132,8 @@ def classify(entry: Match, globbed: bool) -> Candidate | PassedOver | None:
         return PassedOver(path, explain(error, path))
     if step_found is None:
         if globbed or os.path.lexists(path / dcp.METADATA):
-            return PassedOver(path, "no number in its name, so its step is not known")
+            fix = "; save each step into a new directory, as step-100" if entry.is_dir else ""
+            return PassedOver(path, f"no number in its name, so its step is not known{fix}")
         return None
     reported = globbed or sounds_like_checkpoint(path.name)
     return Candidate(path, step_found, _file_format(entry), reported=reported, picked=globbed)

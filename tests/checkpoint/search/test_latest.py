@@ -471,7 +471,8 @@ def test_directories_that_sound_like_checkpoints_are(tmp_path: Path, template: P
     (tmp_path / "step_5" / "model.msgpack").touch()
     shutil.copytree(template, tmp_path / "best")
     assert reasons(find_latest(tmp_path)) == {
-        "best": "no number in its name, so its step is not known",
+        "best": "no number in its name, so its step is not known; "
+        "save each step into a new directory, as step-100",
         "step_5": "no checkpoint of a known format is in it",
     }
 
