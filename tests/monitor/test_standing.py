@@ -65,7 +65,7 @@ def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
         standing = read_standing(agent.run)
         survivor.kill()
     assert standing.reason is not None
-    assert standing.reason.endswith(f"it was killed; still running: rank 3 (pid {survivor.pid})")
+    assert standing.reason.endswith(f"was killed; still running: rank 3 (pid {survivor.pid})")
 
 
 @pytest.mark.slow
