@@ -465,7 +465,7 @@ print(json.dumps([gone.round, [pid for pid, name in gone.killed], gone.survivors
     assert (number, survivors) == (4, [])
     left = {int(path.read_text()) for path in place.iterdir()}
     assert left <= set(killed)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in left)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
 
 
 @with_rig

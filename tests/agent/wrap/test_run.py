@@ -264,7 +264,7 @@ def test_a_signal_to_all_processes_comes_once(elaunch: Launcher) -> None:
     """Slurm signals the wrapper and everything below it."""
     running = start(elaunch, python(HEAR))
     running.wait_for_line(r":up$")
-    for pid in elaunch.leftovers():
+    for pid in sorted(elaunch.leftovers(), reverse=True):  # the wrapper waits 50 ms for the others'
         os.kill(pid, SIGUSR1)
     running.wait_for_line(r":got SIGUSR1$")
     running.send_signal(SIGUSR2)  # passed on after the first, if that had been
