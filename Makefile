@@ -53,7 +53,7 @@ test: $(STAMP)
 
 trials: $(STAMP)
 	scripts/setup-system.sh --trials
-	$(PYTEST) --strict-machine -m trial
+	$(PYTEST) --strict-machine --hypothesis-profile=trials -m "trial or hypothesis"
 
 gpu: $(STAMP)
 	$(PYTEST) -n 2 -m gpu
@@ -71,7 +71,7 @@ check: $(STAMP)
 fast: $(STAMP)
 	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
 	# A module stays whole: the tests of style, above all, would parse everything in each process.
-	$(PYTEST) -n 3 --dist loadfile -q --hypothesis-profile=check -m "not slow and not ranks and not trial"
+	$(PYTEST) -n 3 --dist loadfile -q -m "not slow and not ranks and not trial"
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py

@@ -23,10 +23,13 @@ from tests import netns, programs, sessions, warm
 from tests.cluster import Cluster
 from tests.launching import Launcher, clean_environment
 
-# Tests run beside others on a busy machine: how long examples take says nothing.
-settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests run beside others on a busy machine: how long examples take says nothing. They are others
+# each time, so a few are enough; `make trials` tries many.
+settings.register_profile(
+    "project", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+)
 settings.load_profile("project")
-settings.register_profile("check", settings.get_profile("project"), max_examples=25)
+settings.register_profile("trials", settings.get_profile("project"), max_examples=300)
 
 
 OF_THE_PROCESS = re.compile(r"etcd|checkpoint \d+ rank \d+")

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.cli import execute
@@ -132,7 +132,6 @@ def test_any_text_arrives_as_it_is(target: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))))
 def test_any_text_is_read_back(words: list[str]) -> None:
     """From YAML, and from the batch script by a shell's rules."""

@@ -12,7 +12,7 @@ from unittest import mock
 import click
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.cli.run import LINE_FLAGS, parse
@@ -181,7 +181,6 @@ WORDS = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(st.lists(WORDS, max_size=8))
 @example(["s.py", "--", "--"])
 @example(["-r", "--", "3", "s.py"])

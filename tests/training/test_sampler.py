@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -263,7 +263,6 @@ HOLES = [Leg(4, 2, 1), Leg(3, 5, 2), Leg(5, 1, 1), Leg(2, 3, 1)]
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(
     length=st.integers(0, 300),
     chain=legs,
@@ -297,7 +296,6 @@ def test_any_chain_is_exact(
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
 @given(
     length=st.integers(0, 300),
     chain=legs,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.agent.failure import errorfile
@@ -135,7 +135,6 @@ JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=75, deadline=None)
 @given(record=JSON)
 def test_any_json(tmp_path_factory: pytest.TempPathFactory, record: object) -> None:
     """Any JSON is a record or corrupt, and what comes out can be encoded."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import elaunch
@@ -238,7 +238,6 @@ def test_printable(text: str, expected: str) -> None:
     assert printable(text) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.sampled_from([*CHAINED.split("\n"), "[rank1]: Traceback", "x", "", *CRASH.split("\n")])

@@ -992,7 +992,6 @@ ANY_EVENT = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(LIMITS, st.lists(ANY_EVENT, max_size=40), st.booleans())
 def test_no_history_breaks_the_policy(
     limits: Job, history: list[events.Event], fresh: bool
@@ -1156,5 +1155,5 @@ class PlayedServer(RuleBasedStateMachine):
         assert sum(isinstance(action, Finish) for action in self.actions) == 1
 
 
-PlayedServer.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+PlayedServer.TestCase.settings = settings(stateful_step_count=30)
 TestPlayedServer = pytest.mark.slow(PlayedServer.TestCase)

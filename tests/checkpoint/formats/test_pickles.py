@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.checkpoint.formats.pickles import (
@@ -130,7 +130,6 @@ def test_a_truncated_pickle_is_damaged(value: object, protocol: int, data: st.Da
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
 def test_flipped_bytes_never_do_more_than_damage(protocol: int, data: st.DataObject) -> None:
     value = {"torch.float32": [Path("/x"), 1.5, 2**70, "r" * 300], "b": (b"rrrr", {"x": {1, 2}})}
