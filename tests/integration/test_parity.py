@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 ELAUNCH = ("spawn", "fork")
+TWO = [pytest.param("spawned", "spawn", marks=pytest.mark.trial), ("two", "fork")]
+"""The fixtures below with two workers."""
 
 # Item -> what docs/start-methods.md calls it.
 DIFFERENT = {
@@ -98,7 +100,13 @@ def _same_names(item: str, left: Any, right: Any) -> bool:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Two workers, the script by a relative path, variables that Python and torch read."""
-    return launch_once(tmp_path_factory, "two", _two)
+    return launch_once(tmp_path_factory, "two", _two, ("torchrun", "fork"))
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """The same by the other start method, of which each worker imports torch for itself."""
+    return launch_once(tmp_path_factory, "spawned", _two, ("torchrun", "spawn"))
 
 
 def _two(directory: Path) -> Start:
@@ -130,12 +138,12 @@ def _one(directory: Path) -> Start:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("method", ELAUNCH)
+@pytest.mark.parametrize(("fixture", "method"), TWO)
 def test_two_workers_see_what_torchruns_see(
-    two: dict[str, Outcome], method: str, rank: int
+    request: pytest.FixtureRequest, fixture: str, method: str, rank: int
 ) -> None:
     """The documented differences are all there, and there is no other."""
-    found = assert_alike(two, rank, method)
+    found = assert_alike(request.getfixturevalue(fixture), rank, method)
     assert set(DIFFERENT[method]) - set(found) == set()
 
 
@@ -160,11 +168,14 @@ def test_nohup_keeps_its_promise(one: dict[str, Outcome], method: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("method", ELAUNCH)
-def test_the_environment_is_torchruns(two: dict[str, Outcome], method: str, rank: int) -> None:
+@pytest.mark.parametrize(("fixture", "method"), TWO)
+def test_the_environment_is_torchruns(
+    request: pytest.FixtureRequest, fixture: str, method: str, rank: int
+) -> None:
     """But for the names that elaunch adds, each run's own values, and one documented value."""
-    torchruns = two["torchrun"].read(str(rank))["environment"]
-    found = two[method].read(str(rank))["environment"]
+    outcomes = request.getfixturevalue(fixture)
+    torchruns = outcomes["torchrun"].read(str(rank))["environment"]
+    found = outcomes[method].read(str(rank))["environment"]
     assert set(found) - set(torchruns) - NEWER == ADDED
     assert set(torchruns) - set(found) == set()
     changed = {name for name in torchruns if torchruns[name] != found[name]} - OWN_VALUES
@@ -183,10 +194,12 @@ def test_threads_and_title(two: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.trial
-def test_no_two_processes_draw_the_same(two: dict[str, Outcome], one: dict[str, Outcome]) -> None:
+def test_no_two_processes_draw_the_same(
+    two: dict[str, Outcome], spawned: dict[str, Outcome], one: dict[str, Outcome]
+) -> None:
     """Over ranks, launchers and runs; only the hashes of texts are a fork server's own."""
     drawn: dict[str, list[Any]] = {}
-    for outcomes, ranks in ((two, 2), (one, 1)):
+    for outcomes, ranks in ((two, 2), (spawned, 2), (one, 1)):
         for outcome in outcomes.values():
             for rank in range(ranks):
                 for name, value in outcome.read(str(rank))["random"].items():

@@ -340,7 +340,6 @@ QUICK = frozenset(
         "a script, the old spellings",
         "a program",
         "a module",
-        "a path that is run",
         "variables for flags",
         "an elastic job of one node",
         "arguments of the script are its own",

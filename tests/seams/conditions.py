@@ -146,6 +146,8 @@ class AForeignChild(Nothing):
         job.prefix = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill"]
         job.words.append("foreign")
         job.flags.append("--shutdown-timeout=8")  # nothing ends that child any earlier
+        # Nothing here is forked from the tests' process: what a save imports is imported once.
+        job.flags.append("--preload=torch,torch.distributed.checkpoint")
 
     def set_in(self, job: Job) -> None:
         """See Nothing."""
