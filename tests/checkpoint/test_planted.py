@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.errors import SaveError, UsageError
 from elaunch.files import NotOwnError, own_directory
+from tests import warm
 from tests.checkpoint import storages
 
 NAMES = [layout.STAGE, layout.TRASH, layout.QUARANTINE, layout.PINS, layout.PROBE, layout.LOCK]
-PATIENCE = 120.0
 
 
 @pytest.fixture
@@ -53,14 +52,7 @@ def test_a_job_does_not_begin(name: str, victim: Path, tmp_path: Path) -> None:
     (place / name).symlink_to(aim)
     run = [sys.executable, "-m", "elaunch", "run", "--checkpoint-dir", str(place)]
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [*run, "--no-python", "touch", str(tmp_path / "ran")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environ,
-        check=False,
-    )
+    done = warm.run([*run, "--no-python", "touch", str(tmp_path / "ran")], environ)
     assert done.returncode == 2, done.stderr
     assert f"{place / name} is not elaunch's: it is a symbolic link; remove it" in done.stderr
     assert content(victim) == before and not (tmp_path / "ran").exists()

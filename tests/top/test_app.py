@@ -328,8 +328,8 @@ def test_a_job_that_runs(elaunch: Launcher, tmp_path: Path) -> None:
     [
         ("\x03", 0),  # Ctrl-C
         (signal.SIGTERM, 143),
-        (signal.SIGHUP, 129),
-        (signal.SIGQUIT, 131),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.trial),
+        pytest.param(signal.SIGQUIT, 131, marks=pytest.mark.trial),
         (None, 129),  # the terminal is closed
     ],
 )

@@ -17,7 +17,7 @@ from elaunch.training.checkpoint import where
 from tests.training.checkpoint.groups import Raised, in_group
 
 MIB = 1 << 20
-ROWS = 64
+ROWS = 32
 """Of a MiB each."""
 
 
@@ -74,9 +74,9 @@ def damaged(ctx: Any, directory: Path) -> Any:
     if rank == 1:
         (file,) = (directory / "objects").glob("step-00000002.*/__1_0.distcp")
         with file.open("r+b") as opened:
-            opened.seek(20 * MIB)
+            opened.seek(10 * MIB)
             byte = opened.read(1)[0]
-            opened.seek(20 * MIB)
+            opened.seek(10 * MIB)
             opened.write(bytes([byte ^ 1]))
     ctx.distributed.barrier()
     said = ""
@@ -106,7 +106,7 @@ def cut_off(ctx: Any, directory: Path) -> Any:
     found = ck.save(sharded(True), 1)
     if rank == 1:
         (file,) = (directory / "objects").glob("step-00000001.*/__1_0.distcp")
-        os.truncate(file, 20 * MIB)
+        os.truncate(file, 10 * MIB)
     ctx.distributed.barrier()
     try:
         ck.load(sharded(False), uuid=found.uuid)
@@ -213,9 +213,9 @@ def test_a_job_without_an_agent_begins_with_damage(tmp_path: Path, how: str, sta
     (folder,) = (tmp_path / "objects").glob("step-00000002.*")
     largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
     with largest.open("r+b") as opened:
-        opened.seek(20 * MIB)
+        opened.seek(10 * MIB)
         byte = opened.read(1)[0]
-        opened.seek(20 * MIB)
+        opened.seek(10 * MIB)
         opened.write(bytes([byte ^ 1]))
     said = in_group(begun_with_damage, 2, tmp_path, how, stays, env=at_url(tmp_path))
     assert said == [("step-00000001", [1, 1])] * 2
