@@ -140,7 +140,9 @@ def test_all_orders_are_equally_frequent(length: int, rounds: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [10, 27, pytest.param(48, marks=pytest.mark.trial)])
+@pytest.mark.parametrize(
+    "length", [10, *(pytest.param(each, marks=pytest.mark.trial) for each in (27, 48))]
+)
 def test_each_element_comes_to_each_place(length: int) -> None:
     """Over the epochs of one seed: chi-square over all pairs of element and place."""
     table = torch.zeros(length, length)
