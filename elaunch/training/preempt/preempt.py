@@ -295,9 +295,9 @@ class PreemptContext:
     def _restore_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may; the handler does nothing any more
-        told = self._link is not None and self._notice is not None
+        ends = self._link is not None and self._notice is not None
         for signum, (handler, before) in self._signals.items():
-            if told and signum == signal.SIGTERM:
+            if ends and signum == signal.SIGTERM:
                 continue  # it ends as asked: the SIGTERM to every process may still be on its way
             if signal.getsignal(signum) is handler and before is not None:
                 signal.signal(signum, before)

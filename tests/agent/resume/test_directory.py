@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from elaunch.agent.resume import directory, latest
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.resume.latest import DirectoryProbe
 from elaunch.checkpoint import layout, shelves
+from elaunch.checkpoint.ownership import holding_jobs
 from elaunch.checkpoint.records import Image, Keep, PassedOver, ShardHeader, Stage
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed, Storage, open_storage
 from elaunch.config import Settings, resolve
 from elaunch.errors import SaveError
 from elaunch.rendezvous.decide.view import Search
+from tests.launching import wait_until
 
 
 @pytest.fixture
@@ -344,6 +347,8 @@ def test_another_job_of_the_same_id(
     same.jobs.update(["new", "one"])
     other.enter("two")
     same.lock(storage)
+    assert isinstance(storage.place, Path)
+    wait_until(partial(holding_jobs, storage.place), what="the holder is named")  # in a thread
     with pytest.raises(SaveError, match="another job"):
         other.lock(storage)
     first.close()
