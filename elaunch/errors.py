@@ -71,14 +71,11 @@ class StoreUnreachable(StoreError):
 
     ``nobody_decides``: this is proof that no coordinator can act meanwhile either: the port of the
     process that hosts the store is closed, or etcd itself reports that it has no leader.
-    ``unsettled`` is less: most members of etcd answer, and none of them gets anything done; so it
-    is when their leader is frozen and they do not know it yet.
     """
 
-    def __init__(self, message: str, nobody_decides: bool = False, unsettled: bool = False) -> None:
+    def __init__(self, message: str, nobody_decides: bool = False) -> None:
         super().__init__(message)
         self.nobody_decides = nobody_decides
-        self.unsettled = unsettled
 
 
 class StoreReplaced(StoreUnreachable):

@@ -112,14 +112,9 @@ class Idle(Struct, frozen=True):
 
 
 class Fence(Struct, frozen=True):
-    """All workers are to be killed at ``until`` unless a later one follows.
-
-    With ``hold`` they are only stopped (SIGSTOP) then, and killed that many seconds later; a later
-    fence lets them go on.
-    """
+    """All workers are to be killed at ``until`` unless a later one follows."""
 
     until: float
-    hold: float = 0.0
 
 
 Task = Open | Enrol | Update | Renew | Withdraw | Idle

@@ -245,7 +245,7 @@ class Meeting:
                     self._joined.notify_all()
             for effect in effects:
                 if isinstance(effect, Fence):
-                    self._world.fence(effect.until, effect.hold)
+                    self._world.fence(effect.until)
 
     def _perform(self, task: Task) -> StoreError | None:
         try:

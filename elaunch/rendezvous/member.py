@@ -9,17 +9,13 @@ simulation can drive it; elaunch.rendezvous.meeting drives it for real. ::
               └────────────┘ under another name: Rejoined
 
 The fence. A renewal that was *sent* at t keeps the entry until t + ttl at least, so until then no
-coordinator can have given this agent up. The server process stops all workers (SIGSTOP) at t + 5/6
-ttl and kills them at t + ttl, unless a later renewal has moved those moments. Where it is proven
-that nobody decides, it moves on without renewals: etcd that gets a leader again gives every lease
-its full time again; a TCPStore may be hosted anew and empty, so there it moves by ttl / HOSTED
-only. An agent that finds such a store ends its workers at once and enrols there, with what it has
-seen of the job (``NodeStatus.seen``); the new host's first round waits for those that cannot
-(``opened_at``, elaunch.rendezvous.decide.members).
-
-Where etcd is there and gets nothing done, it may be about to elect a leader, or it may have one
-that answers others. Then the workers are kept stopped for another ttl: a stopped worker writes
-nothing, and goes on if the next renewal shows that our entry has lived all the time.
+coordinator can have given this agent up. The server process kills all workers at t + 5/6 ttl,
+unless a later renewal has moved that moment. Where it is proven that nobody decides, it moves on
+without renewals: etcd that gets a leader again gives every lease its full time again; a TCPStore
+may be hosted anew and empty, so there it moves by ttl / HOSTED only. An agent that finds such a
+store ends its workers at once and enrols there, with what it has seen of the job
+(``NodeStatus.seen``); the new host's first round waits for those that cannot (``opened_at``,
+elaunch.rendezvous.decide.members).
 """
 
 from __future__ import annotations
@@ -122,7 +118,6 @@ class MemberState:
         self._ever_joined = self._cut_off = self._silent = self._failed = False
         self._last_answer = now
         self._fence = now
-        self._hold = 0.0
         self._renew_at = now
         self._retry_at = now
         self._retries = 0
@@ -378,15 +373,14 @@ class MemberState:
         return effects
 
     def _renewed(self, sent: float, now: float) -> list[Effect]:
-        if now >= self._fence + self._hold:
+        if now >= self._fence:
             return self._cut("the renewal of its entry was too late", stale=True)
         return self._keep(sent)
 
     def _keep(self, sent: float) -> list[Effect]:
         self._fence = sent + self._ttl * FENCE
-        self._hold = self._ttl / RENEWALS
         self._renew_at = sent + renewal_period(self._ttl, self._hosted)
-        return [Fence(self._fence, self._hold)]
+        return [Fence(self._fence)]
 
     def _unanswered(self, task: Task, now: float, problem: StoreError) -> list[Effect]:
         effects: list[Effect] = []
@@ -400,19 +394,14 @@ class MemberState:
         if isinstance(task, Enrol):
             self._stale_entry = True  # it may be there all the same
         nobody = isinstance(problem, StoreUnreachable) and problem.nobody_decides
-        in_time = bool(self.name) and now < self._fence + self._hold
-        if in_time and nobody:
+        if self.name and now < self._fence and nobody:
             share = 1 / HOSTED if self._hosted else FENCE
             self._fence = max(self._fence, now + self._ttl * share)
-            effects.append(Fence(self._fence, self._hold))
+            effects.append(Fence(self._fence))
             if not self._silent:
                 self._silent = True
                 effects.append(StoreSilent(f"{problem}; the workers go on meanwhile"))
-        unsettled = isinstance(problem, StoreUnreachable) and problem.unsettled
-        if in_time and unsettled and self._hold < self._ttl:
-            self._hold = self._ttl
-            effects.append(Fence(self._fence, self._hold))
-        if self.name and now >= self._fence + self._hold:
+        if self.name and now >= self._fence:
             effects += self._cut(f"no answer from the store: {problem}", stale=True)
         elif not self.name and self._ever_joined and not self._rules.hosted_by_me:
             self._opened = self._stale_entry = False  # perhaps another connection gets through

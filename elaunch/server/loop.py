@@ -30,7 +30,6 @@ from typing import NoReturn
 
 from elaunch import env, proc
 from elaunch.endings import Exit
-from elaunch.proc import Process
 from elaunch.server import devices, numa, processes, worker
 from elaunch.server.preload import ANNOUNCED, Later, Preloaded, preload
 from elaunch.server.processes import Sweep
@@ -104,8 +103,6 @@ class Server:
         self._temp: str | None = None
         self._bindings: tuple[numa.Binding, ...] = ()
         self._fence = math.inf
-        self._hold = 0.0
-        self._held = False
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -194,7 +191,7 @@ class Server:
             self._note_stop()
             self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
         elif op == "fence":
-            self._fence, self._hold = message["until"], message["hold"]
+            self._fence = message["until"]
         elif op == "count_devices":
             processes.die_with_parent()  # the lifeline is not read while torch is imported there
             count, problem = devices.count_in_fork(message["kind"], message["interpreter"])
@@ -331,10 +328,8 @@ class Server:
             return
         if message["stops"]:
             self._note_stop()
-        # One that somebody has stopped (SIGSTOP) takes it once it goes on. What this server itself
-        # has stopped stays so: another node may have begun the next round.
         signums = [message["signum"]]
-        if message["stops"] and not self._held:
+        if message["stops"]:  # one that somebody has stopped (SIGSTOP) takes it once it goes on
             signums.append(signal.SIGCONT)
         shielded = message.get("shielded", ()) if message["signum"] == signal.SIGTERM else ()
         for pid, job in self._workers.items():
@@ -356,15 +351,8 @@ class Server:
         A worker that an old plan starts after the fence has passed ends at once, too.
         """
         late = time.monotonic() - self._fence
-        if late < 0 and self._held:
-            self._stop_all(False)
         if late < 0 or not self._workers or self._sweep is not None:
             return
-        if late < self._hold:
-            if not self._held:
-                self._stop_all(True)
-            return
-        self._held = False
         self._note_stop()
         self._send({"op": "fenced", "late": late})
         order = {"round": FENCED, "signum": 0, "grace": 0.0, "deadline": 10.0}
@@ -372,24 +360,7 @@ class Server:
 
     def _fence_due(self) -> float:
         """Return when to look at the fence again."""
-        if self._held and self._fence > time.monotonic():
-            return 0.0  # it was moved
-        if not self._workers or self._sweep is not None:
-            return math.inf
-        return self._fence + (self._hold if self._held else 0.0)
-
-    def _stop_all(self, stop: bool) -> None:
-        """Stop everything that workers have started, or have it go on."""
-        self._held = stop
-        seen: set[int] = set()
-        while new := [p for p in self._below() if p.pid not in seen]:  # also those just forked
-            for process in new:
-                seen.add(process.pid)
-                processes.send_signal(process, signal.SIGSTOP if stop else signal.SIGCONT)
-        self._send({"op": "held", "on": stop})
-
-    def _below(self) -> list[Process]:
-        return proc.descendants(self._pid, exclude=[self._stores.pid])
+        return self._fence if self._workers and self._sweep is None else math.inf
 
     def _note_stop(self) -> None:
         """Report workers that have ended by themselves until now; later ones were sent a signal."""

@@ -90,12 +90,13 @@ class Job:
         """Return when a worker ``began``, or was last ``seen``, in seconds of the wall clock."""
         return float((self.share / f"{what}.{round}.{rank}").read_text())
 
-    def goes_on(self, round: int, rank: int, seconds: float = 0.0) -> None:
-        """Wait until a worker has done a step that long after now."""
-        path, until = self.share / f"seen.{round}.{rank}", time.time() + seconds
+    def goes_on(self, round: int | str, rank: int, seconds: float = 0.0) -> None:
+        """Wait until a worker has done a step that long after now; ``*``: of any round."""
+        until = time.time() + seconds
 
         def look() -> bool:
-            return path.exists() and self.at("seen", round, rank) > until
+            seen = self.share.glob(f"seen.{round}.{rank}")
+            return any(float(path.read_text()) > until for path in seen)
 
         wait_until(look, seconds + DEADLINE, f"steps of rank {rank} in round {round}")
 

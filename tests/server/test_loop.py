@@ -100,7 +100,7 @@ def _while_it_imports(directory: Path) -> list[str]:
     fields = _job(1)._asdict() | {"mode": "command", "entrypoint": "true"}
     job = {name: value for name, value in fields.items() if not name.startswith("std")}
     agent.send({"op": "start", **job}, [os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
-    agent.send({"op": "fence", "until": time.monotonic() + 600, "hold": 0.0})
+    agent.send({"op": "fence", "until": time.monotonic() + 600})
     server._import_later()
     found = [agent.receive() for _ in range(3)]
     return [*(message[0]["op"] for message in found if message), str(server._fence < math.inf)]

@@ -3,7 +3,7 @@
 A *look* is what one source of progress (elaunch.agent.hangs.progress) shows of every living worker
 at one moment; :func:`advance` adds it to the history, and :func:`judge` decides from that. Time
 counts as it was observed: between two looks at most a few ticks pass, however long the agent was
-frozen, and none while the workers are held.
+frozen, and none while a debugger holds the workers.
 
 ==================================  ==============================================================
 a worker                            may show no progress for

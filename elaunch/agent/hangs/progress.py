@@ -178,7 +178,6 @@ class RoundProgress:
         self._lock = threading.Lock()
         self._first_rank = 0
         self._pids: dict[int, int] = {}
-        self._held = False
         self._source: Source | None = None
         self._speaks = False
         self._seen_pages = False
@@ -193,18 +192,16 @@ class RoundProgress:
             self._lines.begin()
         with self._lock:
             self._first_rank = first_rank
-            self._pids, self._held = {}, False
+            self._pids = {}
             self._seen_pages, self._first_beats, self._speakers = False, {}, set()
 
     def hear(self, event: events.Event) -> None:
-        """Take down which workers live, and whether they are held."""
+        """Take down which workers live."""
         with self._lock:
             if isinstance(event, events.WorkerStarted):
                 self._pids[event.local_rank] = event.pid
             elif isinstance(event, events.Exit):
                 self._pids.pop(event.local_rank, None)
-            elif isinstance(event, events.WorkersHeld):
-                self._held = event.on
 
     def workers(self) -> dict[int, tuple[int, int]]:
         """Return the local rank and the pid of each living worker, by its rank in the job."""
@@ -236,14 +233,14 @@ class RoundProgress:
             else:
                 self._source = source = self._choose(readings)
             expected = self._expects(source, readings)
-            pids, held, first = dict(self._pids), self._held, self._first_rank
+            pids, first = dict(self._pids), self._first_rank
         marks = self._marks(source, pids, readings)
         if source == "collectives":
             outside = None if shown or self._activity is None else OUTSIDE
             at = {k: places.get(first + k, outside) for k in pids}
             marks = {k: self._of_place(at[k], pid, readings.get(k)) for k, pid in pids.items()}
         by_rank = {first + k: mark for k, mark in marks.items()}
-        return Look(time.monotonic(), source, by_rank, held, expected)
+        return Look(time.monotonic(), source, by_rank, expected=expected)
 
     def _places(self) -> Mapping[int, RankPlace]:
         assert self._collectives is not None  # its caller has looked

@@ -183,7 +183,7 @@ class HangWatch:
             self._watchdog.begin(begun.round)
 
     def see(self, turn: Turn) -> None:
-        """Take down which workers live, and whether they are held."""
+        """Take down which workers live."""
         self._progress.hear(turn.event)
         self._recorders.see(turn.event)
 

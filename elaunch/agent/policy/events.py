@@ -20,7 +20,6 @@ SignalReceived      signal handlers,         a person, a scheduler or the kernel
                     notice command           agent, or its machine will be taken
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
-WorkersHeld         server reader            all workers were stopped for a while, or go on
 WorkerListens       workers' links           a script asks should_preempt()
 NoticeKnown         workers' links           it knows of a notice from another node's agent
 PreemptAcked        workers' links           a script reports that it ends because of the notice
@@ -191,12 +190,6 @@ class Fenced(Struct, frozen=True):
     late: float
 
 
-class WorkersHeld(Struct, frozen=True):
-    """The server has stopped all workers (``on``), or has let them go on."""
-
-    on: bool
-
-
 class WorkerListens(Struct, frozen=True):
     """The script of worker ``local_rank`` asks should_preempt(): a notice can have it end."""
 
@@ -318,7 +311,6 @@ Event = (
     | SignalReceived
     | DeadlinePassed
     | Fenced
-    | WorkersHeld
     | WorkerListens
     | NoticeKnown
     | PreemptAcked

@@ -257,16 +257,6 @@ def _on_fenced(state: State, _: events.Fenced) -> Decision:
     return NOTHING
 
 
-def _on_held(_: State, event: events.WorkersHeld) -> Decision:
-    if event.on:
-        # The server stops them, which knows of no cause: this agent may have been suspended itself.
-        return Nothing(), (
-            "this agent's lease was not renewed in time (the store gets nothing done, or this "
-            "agent was suspended): the workers are stopped until it is"
-        )
-    return Nothing(), "the lease was renewed: the workers go on"
-
-
 def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
     if state.phase is Phase.RUNNING:
         grace = state.limits.shutdown_timeout
@@ -294,7 +284,6 @@ ARMS: dict[type, Callable[[State, Any], Decision]] = {
     events.PlanSeen: _on_plan,
     events.CutOff: _on_cut_off,
     events.Fenced: _on_fenced,
-    events.WorkersHeld: _on_held,
     events.MeetingFailed: _on_failed,
     events.Rejoined: _on_rejoined,
     events.StillWaiting: _on_waiting,

@@ -201,14 +201,12 @@ class WorkerGroup:
         if round_number >= 0:
             self._endpoint.note_use()
 
-    def fence(self, until: float, hold: float = 0.0) -> None:
+    def fence(self, until: float) -> None:
         """Have the server kill all workers when ``until`` (monotonic seconds) has passed.
-
-        With ``hold`` it stops them then, and kills them that many seconds later.
 
         Each call replaces the last one. It holds also while this process is suspended.
         """
-        self.server.send({"op": "fence", "until": until, "hold": hold})
+        self.server.send({"op": "fence", "until": until})
 
     def start(self, start: Round) -> None:
         """Start all workers of a round; a server that was lost is replaced first."""

@@ -242,7 +242,6 @@ _EVENTS: Final[Mapping[str, Callable[..., events.Event]]] = {
     "warmed": events.ServerWarmed,
     "ready": events.ServerReady,
     "fenced": events.Fenced,
-    "held": events.WorkersHeld,
     "devices": events.DevicesCounted,
 }
 """The messages of the server that have the fields of their event."""

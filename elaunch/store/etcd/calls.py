@@ -305,7 +305,7 @@ class Calls:
         if self.untrusted:
             return StoreDenied(errors.not_trusted(self.cluster, outcome.text))
         text = f"no etcd answers: {outcome.text}"
-        return StoreUnreachable(text, outcome.nobody_decides, outcome.unsettled)
+        return StoreUnreachable(text, outcome.nobody_decides)
 
 
 def _only_tls(refusals: Iterable[Refusal]) -> bool:

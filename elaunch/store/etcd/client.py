@@ -87,7 +87,7 @@ def _reach(calls: Calls, deadline: float) -> None:
             untrusted = False
             if time.monotonic() + _PAUSE > until:
                 text = f"within {deadline:g} s {error}"
-                raise StoreUnreachable(text, error.nobody_decides, error.unsettled) from error
+                raise StoreUnreachable(text, error.nobody_decides) from error
         except StoreDenied:
             # A member that dies while we shake hands looks like one that does not like ours.
             if untrusted or not calls.untrusted:

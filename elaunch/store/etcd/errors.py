@@ -72,12 +72,6 @@ class Outcome:
         return 2 * len(without) > self.members
 
     @property
-    def unsettled(self) -> bool:
-        """Whether most members are there, or are down for sure, and none gets anything done."""
-        kinds = ("refused", "leaderless", "failing")
-        return 2 * sum(r.kind in kinds for r in self.refusals.values()) > self.members
-
-    @property
     def text(self) -> str:
         """Every address with its reason: ``h1:2379: connection refused; h2:2379: …``."""
         return "; ".join(f"{address}: {why.text}" for address, why in self.refusals.items())

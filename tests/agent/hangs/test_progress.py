@@ -203,14 +203,6 @@ def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
     assert made.look() is None
 
 
-def test_workers_that_are_held(pages: Pages) -> None:
-    """And let go."""
-    made = progress(pages)
-    for on in (True, False):
-        made.hear(events.WorkersHeld(on))
-        assert seen(made).held is on
-
-
 # ── what ─────────────────────────────────────────────────────────────────────────────────────────
 
 

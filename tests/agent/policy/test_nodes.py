@@ -212,17 +212,6 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
         "this agent could not renew its lease in time: its workers were killed, since the other "
         "nodes may go on without them",
     ),
-    "held": (
-        (*RUNS, events.WorkersHeld(True)),
-        Nothing(),
-        "this agent's lease was not renewed in time (the store gets nothing done, or this agent "
-        "was suspended): the workers are stopped until it is",
-    ),
-    "let go": (
-        (*RUNS, events.WorkersHeld(True), events.WorkersHeld(False)),
-        Nothing(),
-        "the lease was renewed: the workers go on",
-    ),
     "fenced at rest": ((READY, events.Fenced(0.1)), Nothing(), ""),
     # ── the store ──
     "the server dies while others are waited for": (

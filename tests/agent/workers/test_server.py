@@ -27,7 +27,6 @@ from elaunch.agent.policy import events
 from elaunch.agent.workers import server as workerserver
 from elaunch.agent.workers.server import ServerPlan, WorkerServer
 from elaunch.errors import ServerError
-from elaunch.proc import read_process
 from elaunch.server import loop
 from tests.integration.jobs import ACT
 from tests.launching import clean_environment, freeze, wait_until
@@ -241,7 +240,7 @@ def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
     rig.start_worker(server, f"family={rig.directory}", "stubborn", "say=up", "wait")
     rig.next(events.WorkerStarted)
     wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
-    server.send({"op": "fence", "until": time.monotonic() + 0.2, "hold": 0.0})
+    server.send({"op": "fence", "until": time.monotonic() + 0.2})
     assert rig.next(events.Fenced).late < 60
     ended = rig.next(events.Exit)
     assert (ended.exitcode, ended.stopped) == (-signal.SIGKILL, True)
@@ -250,45 +249,16 @@ def test_a_fence_that_passes_kills_all_workers(rig: Rig) -> None:
 
 @pytest.mark.slow
 @with_rig
-def test_a_fence_that_holds_stops_all_workers_until_it_is_moved(rig: Rig) -> None:
-    """Stopped with all that they have started; then they go on as if nothing had been."""
-    server = rig.ready()
-    rig.start_worker(server, f"family={rig.directory}", "say=up", "wait")
-    pid = rig.next(events.WorkerStarted).pid
-    wait_until(lambda: rig.log.exists() and b"up" in rig.log.read_bytes())
-
-    def states() -> set[str]:
-        living = proc.descendants(server.pid)
-        return {one.state for one in (read_process(p.pid) for p in living) if one is not None}
-
-    server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
-    assert rig.next(events.WorkersHeld).on
-    wait_until(lambda: states() == {"T"}, what="everything stopped")
-    server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
-    assert not rig.next(events.WorkersHeld).on
-    wait_until(lambda: read_process(pid).state == "S", what="it goes on")  # type: ignore[union-attr]
-    server.send({"op": "fence", "until": time.monotonic(), "hold": 60.0})
-    assert rig.next(events.WorkersHeld).on
-    wait_until(lambda: states() == {"T"}, what="everything stopped")
-    server.send({"op": "signal", "signum": signal.SIGTERM, "group": False, "stops": True})
-    server.send({"op": "fence", "until": time.monotonic(), "hold": 0.0})
-    rig.next(events.Fenced)  # it has not gone on to take the signal
-    assert rig.next(events.Exit).exitcode == -signal.SIGKILL
-    assert rig.next(events.TreeGone).round == loop.FENCED
-
-
-@pytest.mark.slow
-@with_rig
 def test_a_fence_that_is_moved_in_time_holds_nobody_up(rig: Rig) -> None:
     """Each message replaces the last; one that has passed holds for who is started later."""
     server = rig.ready()
-    server.send({"op": "fence", "until": time.monotonic() - 1, "hold": 0.0})
-    server.send({"op": "fence", "until": time.monotonic() + 60, "hold": 0.0})
+    server.send({"op": "fence", "until": time.monotonic() - 1})
+    server.send({"op": "fence", "until": time.monotonic() + 60})
     rig.start_worker(server, "say=up", "exit=5")
     rig.next(events.WorkerStarted)
     assert rig.next(events.Exit).exitcode == 5
     assert rig.inbox.empty()
-    server.send({"op": "fence", "until": time.monotonic() - 1, "hold": 0.0})
+    server.send({"op": "fence", "until": time.monotonic() - 1})
     rig.start_worker(server, "say=up", "wait", round=1)
     rig.next(events.WorkerStarted)
     rig.next(events.Fenced)
