@@ -179,6 +179,11 @@ class SignalReceived(Struct, frozen=True):
     notice: Notice | None = None
     sender: str = ""
 
+    @property
+    def reason(self) -> str:
+        """The beginning of reasons: the signal, or the notice in its place."""
+        return f"{self.signum.name} received" if self.notice is None else self.notice.reason
+
 
 class DeadlinePassed(Struct, frozen=True):
     """The loop's deadline has come: a grace is over, or the coordinator's backoff."""

@@ -1,4 +1,4 @@
-"""The arms of ``decide`` for a hang: stacks are taken, then the round ends as by a failure. Pure.
+"""Cells of the policy's table for a hang: stacks are taken, then the round ends. Pure.
 
 ::
 
@@ -14,25 +14,23 @@ end, a signal may come. A round whose workers all end with 0 meanwhile did not h
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from typing import Any
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import NOTHING, Decision, StopWorkers, TakeStacks
-from elaunch.agent.policy.state import Phase, State, workers
+from elaunch.agent.policy.state import State, workers
 from elaunch.rendezvous.plan import Plan
 
 
-def _on_hang(state: State, event: events.HangSeen) -> Decision:
-    if state.hang != event or state.phase is not Phase.RUNNING:
+def hang_run(state: State, event: events.HangSeen) -> Decision:
+    """Take the stacks, unless the round ends already (elaunch.agent.policy.state)."""
+    if state.hang != event:
         return NOTHING
     return TakeStacks(), f"{event.reason}; taking the stacks of {workers(len(state.alive))}"
 
 
-def _on_stacks(state: State, event: events.StacksTaken) -> Decision:
-    if not state.taking or event.round != state.round or state.phase is not Phase.RUNNING:
-        return NOTHING
-    return _stop(state, "stacks captured")
+def stacks_run(state: State, _: events.StacksTaken) -> Decision:
+    """Stop the workers: what they were doing is known."""
+    return _stop(state, "stacks captured") if state.taking else NOTHING
 
 
 def elsewhere(state: State, plan: Plan) -> Decision | None:
@@ -56,9 +54,3 @@ def _stop(state: State, what: str) -> Decision:
     grace, others = state.limits.sibling_grace, workers(len(state.alive))
     reason = f"round hung; {what}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
-
-
-ARMS: dict[type, Callable[[State, Any], Decision]] = {
-    events.HangSeen: _on_hang,
-    events.StacksTaken: _on_stacks,
-}

@@ -1,4 +1,4 @@
-"""The arms of ``decide`` for the coordinator's plan: its meaning for one node. Pure.
+"""Cells of the policy's table for the coordinator's plan and for the store. Pure.
 
 The coordinator decides when a round begins and ends, and what follows it
 (elaunch.rendezvous.decide.decide), also where one node is the whole job. This module decides what
@@ -8,9 +8,7 @@ the agent does about that, and which state it publishes after every event (:func
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from elaunch import env
 from elaunch.agent.policy import events, hang, requests
@@ -162,7 +160,7 @@ def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
     return Checkpoint(path, found.step, found.format, uuid=found.uuid)
 
 
-def on_tree_gone(state: State) -> Decision:
+def after_round(state: State) -> Decision:
     """Report that nothing of the round is left here, and go on as the plan says."""
     over = state.plan is not None and state.plan.phase == "over"
     if state.interrupted is not None and not over:
@@ -198,34 +196,44 @@ def stopped(signum: signal.Signals) -> Decision:
     return Finish(128 + signum), f"stopped by {signum.name}"
 
 
-def _on_plan(state: State, event: events.PlanSeen) -> Decision:
-    if state.phase is Phase.RUNNING:
-        return _while_running(state, event.plan)
-    if state.waits and state.interrupted is None and (event.plan.asked or is_decided(state)):
-        return Hurry(0.0), event.plan.asked or event.plan.reason
-    if state.phase is Phase.MEETING and event.plan.phase == "forming" and not state.limits.meets:
+# ── the plan ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def plan_start(state: State, event: events.PlanSeen) -> Decision:
+    """Leave if the job is over; anything else waits for the imports."""
+    return at_rest(state, "") if event.plan.phase == "over" else NOTHING
+
+
+def plan_meet(state: State, event: events.PlanSeen) -> Decision:
+    """Start a round, or leave."""
+    if event.plan.phase == "forming" and not state.limits.meets:
         return Nothing(), event.plan.reason  # a backoff
-    if state.phase is Phase.MEETING:
-        return at_rest(state, "")
-    if state.phase is Phase.STARTING and event.plan.phase == "over":
-        return at_rest(state, "")
-    return NOTHING
+    return at_rest(state, "")
 
 
-def _while_running(state: State, plan: Plan) -> Decision:
-    limits, others = state.limits, workers(len(state.alive))
-    if (
-        plan.phase == "running"
-        and plan.round == state.round
-        and plan.node_rank(state.member) is None
-    ):
-        return EndTree(), "the other nodes have gone on without this one; killing its workers"
+def plan_sweep(state: State, event: events.PlanSeen) -> Decision:
+    """Wait no longer for what the workers left; what else follows, when nothing of it is left."""
+    ends = event.plan.asked or is_decided(state)
+    if not (state.waits and state.interrupted is None and ends):
+        return NOTHING
+    return Hurry(0.0), event.plan.asked or event.plan.reason
+
+
+def plan_run(state: State, event: events.PlanSeen) -> Decision:
+    """End this node's part of a round that ends, or that goes on without it."""
+    plan, others = event.plan, workers(len(state.alive))
     if plan.round > state.round:
-        reason = f"round {plan.round} has begun without this node; killing {others}"
-        return EndTree(), reason
-    if plan.phase == "running" or plan.round < state.round:
-        return requests.asked_elsewhere(state, plan)
-    # A worker that lost a peer can only hang; one stopped for growth may want to save first.
+        return EndTree(), f"round {plan.round} has begun without this node; killing {others}"
+    if plan.round == state.round and plan.phase != "running":
+        return _ending(state, plan)
+    if plan.round == state.round and plan.node_rank(state.member) is None:
+        return EndTree(), "the other nodes have gone on without this one; killing its workers"
+    return requests.asked_elsewhere(state, plan)
+
+
+def _ending(state: State, plan: Plan) -> Decision:
+    """Stop the workers. One that lost a peer can only hang; for growth it may save first."""
+    limits, others = state.limits, workers(len(state.alive))
     peer_gone = plan.cause in ("failure", "lost") or plan.phase == "over"
     peer_gone = peer_gone and plan.exit_code != PREEMPTED
     if plan.cause == "asked" and state.notice is None:
@@ -234,59 +242,58 @@ def _while_running(state: State, plan: Plan) -> Decision:
     if stacks is not None:
         return stacks
     if state.notice is not None and not peer_gone:
-        stated = state.notice.grace
-        if stated is not None:
-            return Nothing(), f"{plan.reason}; {others} may save, grace {stated:g} s"
-        grace = limits.shutdown_timeout
-        return Hurry(grace), f"{plan.reason}; {others} may save, grace {grace:g} s"
+        return _may_save(state, f"{plan.reason}; {others} may save", state.notice.grace)
     grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
     reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
 
 
-def _on_cut_off(state: State, event: events.CutOff) -> Decision:
-    if state.phase in (Phase.RUNNING, Phase.STOPPING):
-        return EndTree(), f"cut off: {event.reason}; killing {workers(len(state.alive))}"
+def _may_save(state: State, what: str, stated: float | None) -> Decision:
+    if stated is not None:
+        return Nothing(), f"{what}, grace {stated:g} s"
+    grace = state.limits.shutdown_timeout
+    return Hurry(grace), f"{what}, grace {grace:g} s"
+
+
+# ── this node and the store ──────────────────────────────────────────────────────────────────────
+
+
+def cut_run(state: State, event: events.CutOff) -> Decision:
+    """Kill the workers: the others may go on without them."""
+    return EndTree(), f"cut off: {event.reason}; killing {workers(len(state.alive))}"
+
+
+def cut_rest(_: State, event: events.CutOff) -> Decision:
+    """Say so: no worker runs."""
     return Nothing(), f"cut off: {event.reason}"
 
 
-def _on_fenced(state: State, _: events.Fenced) -> Decision:
-    if state.phase in (Phase.RUNNING, Phase.STOPPING):
-        reason = "this agent could not renew its lease in time: its workers were killed, since the"
-        return EndTree(), f"{reason} other nodes may go on without them"
-    return NOTHING
+def fenced_run(_: State, __: events.Fenced) -> Decision:
+    """Sweep: the server has killed the workers."""
+    reason = "this agent could not renew its lease in time: its workers were killed, since the"
+    return EndTree(), f"{reason} other nodes may go on without them"
 
 
-def _on_failed(state: State, event: events.MeetingFailed) -> Decision:
-    if state.phase is Phase.RUNNING:
-        grace = state.limits.shutdown_timeout
-        what, _, _ = event.problem.partition(", the last attempt")  # the result has all of it
-        reason = f"{what}; stopping {workers(len(state.alive))}, grace {grace:g} s"
-        return StopWorkers(signal.SIGTERM, grace), reason
-    if state.phase in (Phase.STARTING, Phase.MEETING):
-        return at_rest(state, "")
-    return NOTHING  # logged when the workers are gone
+def fail_run(state: State, event: events.MeetingFailed) -> Decision:
+    """Stop the workers: this node can take part no more."""
+    grace = state.limits.shutdown_timeout
+    what, _, _ = event.problem.partition(", the last attempt")  # the result has all of it
+    reason = f"{what}; stopping {workers(len(state.alive))}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
 
 
-def _on_rejoined(_: State, event: events.Rejoined) -> Decision:
+def fail_rest(state: State, _: events.MeetingFailed) -> Decision:
+    """Leave."""
+    return at_rest(state, "")
+
+
+def rejoined(_: State, event: events.Rejoined) -> Decision:
+    """Say so."""
     return Nothing(), f"a member again, as {event.name}"
 
 
-def _on_waiting(state: State, event: events.StillWaiting) -> Decision:
-    return (Nothing(), event.reason) if state.phase is Phase.MEETING else NOTHING
-
-
-def _on_store(_: State, event: events.StoreSilent | events.StoreBack) -> Decision:
+def logged(
+    _: State, event: events.StillWaiting | events.StoreSilent | events.StoreBack
+) -> Decision:
+    """Say what the rendezvous says."""
     return Nothing(), event.reason
-
-
-ARMS: dict[type, Callable[[State, Any], Decision]] = {
-    events.PlanSeen: _on_plan,
-    events.CutOff: _on_cut_off,
-    events.Fenced: _on_fenced,
-    events.MeetingFailed: _on_failed,
-    events.Rejoined: _on_rejoined,
-    events.StillWaiting: _on_waiting,
-    events.StoreSilent: _on_store,
-    events.StoreBack: _on_store,
-}

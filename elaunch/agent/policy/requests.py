@@ -1,4 +1,4 @@
-"""Requests: the arms of ``decide`` for a job, or a round of it, that is asked to end. Pure.
+"""Cells of the policy's table for a job, or a round of it, that is asked to end. Pure.
 
 Preemption asks the job to save and to end. A notice (elaunch.wire.worker.Notice) goes to workers
 whose scripts ask should_preempt(); they agree on the call at which all of them learn of it
@@ -41,8 +41,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
@@ -66,31 +65,35 @@ from elaunch.wire.worker import Notice
 AT_REST: Final = frozenset({Phase.STARTING, Phase.MEETING})
 """Where an agent of several has no worker: a request there goes to the other nodes."""
 
+Asked = events.PreemptAsked | events.SignalReceived
+"""A request, or a signal of --preempt-signals."""
 
-def on_sigterm(state: State, given: Notice | None = None) -> Decision | None:
-    """Return what SIGTERM means to workers that can be asked to end; None if none can.
 
-    ``given``: what --notice-command has printed, in place of the signal.
-    """
-    notice = state.notice
-    saving = state.listens and state.phase in (Phase.RUNNING, Phase.FLUSHING)
-    if not saving or state.sigterms > 1:
+def on_sigterm(state: State, event: events.SignalReceived) -> Decision | None:
+    """Return what SIGTERM means to workers that can be asked to end; None if none can."""
+    given, notice = event.notice, state.notice
+    if event.signum is not signal.SIGTERM or not state.listens or state.sigterms > 1:
         return None
     if given is None and notice is not None and notice.grace is not None:
         return Nothing(), f"SIGTERM received: {notice.reason} already, grace {notice.grace:g} s"
     if state.phase is not Phase.RUNNING:
         return None
     if given is not None:
-        grace = _grace(state, given.grace)
-        if notice is not None and (notice.kind == "stop" or state.sigterms):
-            return _again(notice, given.reason, grace)
-        return notify(state, Notice(given.reason, "resize", grace))
+        return _on_notice_command(state, given)
     if notice is not None and notice.kind == "stop":
         patience = state.limits.shutdown_timeout
         return Hurry(patience), f"SIGTERM received: {notice.reason} already, grace {patience:g} s"
     if state.limits.meets:
         return notify(state, Notice("a node leaves (SIGTERM)", "resize"))
     return notify(state, Notice("SIGTERM received"))
+
+
+def _on_notice_command(state: State, given: Notice) -> Decision:
+    """Return what the workers are sent about what --notice-command has printed."""
+    notice, grace = state.notice, _grace(state, given.grace)
+    if notice is not None and (notice.kind == "stop" or state.sigterms):
+        return _again(notice, given.reason, grace)
+    return notify(state, Notice(given.reason, "resize", grace))
 
 
 def _grace(state: State, left: float | None) -> float | None:
@@ -119,25 +122,37 @@ def notify(state: State, notice: Notice) -> Decision:
     return Notify(notice, grace), reason
 
 
-def asked(state: State, reason: str, left: float | None = None) -> Decision:
-    """Return what follows when somebody asks that the whole job end and be continued later.
-
-    ``left``: seconds until the platform ends it, where that is known; the newest number counts.
-    """
-    grace = _grace(state, left)
+def asked_run(state: State, event: Asked) -> Decision:
+    """Ask the workers to save and to end; the newest deadline counts."""
+    grace = _grace(state, _left(event))
     if state.asked_to_end and state.notice is not None:
-        return _again(state.notice, reason, grace if state.phase is Phase.RUNNING else None)
-    if state.phase is Phase.RUNNING:
-        return notify(state, Notice(reason, "stop", grace))
-    if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
-        grace = 0.0 if state.waits else None
-        return Notify(Notice(reason), grace), f"{reason}: no round follows this one"
-    if state.limits.meets:
-        what = f"{reason}: no worker runs on this node; the other nodes are asked, too"
-        if left is not None:
-            what += ", without the deadline: they have --shutdown-timeout"
-        return Notify(Notice(reason), state.limits.shutdown_timeout), what
-    return Finish(PREEMPTED), f"{reason}: no worker runs; to be continued"
+        return _again(state.notice, event.reason, grace)
+    return notify(state, Notice(event.reason, "stop", grace))
+
+
+def asked_end(state: State, event: Asked) -> Decision:
+    """Begin no other round."""
+    if state.asked_to_end and state.notice is not None:
+        return _again(state.notice, event.reason, None)
+    grace = 0.0 if state.waits else None
+    return Notify(Notice(event.reason), grace), f"{event.reason}: no round follows this one"
+
+
+def asked_rest(state: State, event: Asked) -> Decision:
+    """End the job, or have the other nodes' workers asked."""
+    if state.asked_to_end and state.notice is not None:
+        return _again(state.notice, event.reason, None)
+    if not state.limits.meets:
+        return Finish(PREEMPTED), f"{event.reason}: no worker runs; to be continued"
+    what = f"{event.reason}: no worker runs on this node; the other nodes are asked, too"
+    if _left(event) is not None:
+        what += ", without the deadline: they have --shutdown-timeout"
+    return Notify(Notice(event.reason), state.limits.shutdown_timeout), what
+
+
+def _left(event: Asked) -> float | None:
+    """Return the seconds until the platform ends the job, where that is known."""
+    return event.left if isinstance(event, events.PreemptAsked) else None
 
 
 def ended(state: State) -> Decision:
@@ -207,17 +222,13 @@ def newcomers(state: State) -> Decision:
     return notify(state, Notice(what, "resize"))
 
 
-def _on_asked(state: State, event: events.PreemptAsked) -> Decision:
-    return asked(state, event.reason, event.left)
+def listen_run(state: State, _: events.WorkerListens) -> Decision:
+    """Send a worker that can be asked what the others were sent before."""
+    return newcomers(state)
 
 
-def _on_listens(state: State, event: events.WorkerListens) -> Decision:
-    return newcomers(state) if event.round == state.round else NOTHING
-
-
-def _on_notice(state: State, event: events.NoticeKnown) -> Decision:
-    if event.round != state.round or state.phase is not Phase.RUNNING:
-        return NOTHING
+def notice_run(state: State, event: events.NoticeKnown) -> Decision:
+    """Send the workers the notice that another node's workers have; a stated deadline is newer."""
     before, notice = state.notice, event.notice
     if before is not None and (before.grace is not None or notice.grace is None):
         return NOTHING
@@ -240,22 +251,21 @@ def stop(state: State, plan: Plan) -> Decision:
     return StopWorkers(signal.SIGTERM, grace), reason
 
 
-def _on_restart_asked(state: State, event: events.RestartAsked) -> Decision:
-    plan = state.plan
+def restart(state: State, event: events.RestartAsked) -> Decision:
+    """Ask for another round, unless one begins already or none can follow."""
+    plan, what = state.plan, event.reason
     if plan is None:
-        return Nothing(), f"{event.reason}: no round runs yet"
+        return Nothing(), f"{what}: no round runs yet"
     if state.restart is not None and state.restart.round == plan.round:
-        what = f"round {plan.round} is being restarted already"
-        return AskRestart(state.restart), f"{event.reason}: {what}"
+        return AskRestart(state.restart), f"{what}: round {plan.round} is being restarted already"
     if problem := _refusal(state, plan):
-        return Nothing(), f"{event.reason}: {problem}"
-    begun = _age(state, plan, event.at)
-    if state.restart == RestartRequest(plan.round - 1, event.reason) and begun < MOMENT_S:
-        what = f"round {plan.round} has begun for this {duration(begun)} ago"
-        what += f"; for another, ask {MOMENT_S:g} s after that"
-        return AskRestart(state.restart), f"{event.reason}: {what}"
-    what = f"round {plan.round} is to end, and the next begins from the newest checkpoint"
-    return AskRestart(RestartRequest(plan.round, event.reason)), f"{event.reason}: {what}"
+        return Nothing(), f"{what}: {problem}"
+    before = RestartRequest(plan.round - 1, what)
+    if state.restart == before and (begun := _age(state, plan, event.at)) < MOMENT_S:
+        what += f": round {plan.round} has begun for this {duration(begun)} ago"
+        return AskRestart(before), f"{what}; for another, ask {MOMENT_S:g} s after that"
+    ends = f"round {plan.round} is to end, and the next begins from the newest checkpoint"
+    return AskRestart(RestartRequest(plan.round, what)), f"{what}: {ends}"
 
 
 def _age(state: State, plan: Plan, now: float) -> float:
@@ -280,11 +290,3 @@ def _refusal(state: State, plan: Plan) -> str:
     if plan.phase == "ending" or state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING):
         return f"round {plan.round} ends already"
     return ""
-
-
-ARMS: dict[type, Callable[[State, Any], Decision]] = {
-    events.PreemptAsked: _on_asked,
-    events.WorkerListens: _on_listens,
-    events.NoticeKnown: _on_notice,
-    events.RestartAsked: _on_restart_asked,
-}

@@ -66,11 +66,11 @@ class Phase(enum.Enum):
     """Where the agent is; the module's docstring draws the ways between."""
 
     STARTING = "STARTING"
+    MEETING = "MEETING"
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
     SWEEPING = "SWEEPING"
     FLUSHING = "FLUSHING"
-    MEETING = "MEETING"
     ENDED = "ENDED"
 
 
@@ -370,6 +370,17 @@ _PHASES: Final = {
     StopWorkers: Phase.STOPPING,
     Refuse: Phase.ENDED,
 }
+
+
+def is_unsettled(state: State) -> bool:
+    """Return whether memory may hold saves that nobody writes out yet: no round is to load them."""
+    if state.finish is not None or not state.saves:
+        return False
+    if state.phase in (Phase.MEETING, Phase.FLUSHING):
+        return bool(state.held)
+    return state.phase in (Phase.RUNNING, Phase.SWEEPING)
+
+
 COMMITTING: Final = (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING)
 
 

@@ -13,9 +13,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elaunch import env
-from elaunch.agent.policy import decide, events, nodes
+from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.actions import Action, StartRound
 from elaunch.agent.policy.state import State, follow, observe
+from elaunch.agent.policy.table import decide
 from elaunch.checkpoint.records import Checkpoint, Stage
 from elaunch.rendezvous.plan import Plan
 
@@ -103,7 +104,7 @@ def accused(made: Turn, culprit: str) -> Turn:
 
 
 def _decided(before: State, event: events.Event) -> Turn:
-    action, reason = decide.decide(before, event)
+    action, reason = decide(before, event)
     begun = _begun(before, action, reason) if isinstance(action, StartRound) else None
     return Turn(before, event, action, reason, follow(before, action, reason), begun)
 

@@ -9,7 +9,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from elaunch.agent.policy import events, nodes
-from elaunch.agent.policy import hang as hangpolicy
 from elaunch.agent.policy.actions import (
     Action,
     EndTree,
@@ -173,12 +172,6 @@ def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     limits, history, action, reason = TABLE[name]
     assert last(limits, *history) == Decided(action, reason)
-
-
-def test_every_arm_has_a_row() -> None:
-    """All news of hangs are in the table."""
-    used = {type(event) for _, history, _, _ in TABLE.values() for event in history}
-    assert set(hangpolicy.ARMS) <= used
 
 
 def test_a_notice_is_an_action_of_its_own() -> None:

@@ -284,12 +284,6 @@ def test_a_plan_while_what_the_workers_left_is_waited_for(plan: Plan, reason: st
     assert last(limits, *GOOD, seen(plan)) == expected
 
 
-def test_every_arm_has_a_row() -> None:
-    """All news of the rendezvous are in the table."""
-    used = {type(event) for history, _, _ in TABLE.values() for event in history}
-    assert set(jobpolicy.ARMS) <= used
-
-
 OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
     "before the imports": ((), ("joining", -1)),
     "ready": ((READY,), ("ready", -1)),

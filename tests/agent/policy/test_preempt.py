@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from elaunch.agent.policy import events, nodes, requests
+from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.actions import (
     Action,
     EndTree,
@@ -21,7 +21,7 @@ from elaunch.agent.policy.actions import (
     StartRound,
     StopWorkers,
 )
-from elaunch.agent.policy.decide import LAST_SAVE_S
+from elaunch.agent.policy.rounds import LAST_SAVE_S
 from elaunch.agent.policy.state import Limits, late_save
 from elaunch.rendezvous.plan import Node, Plan
 from elaunch.runs.record import SavesRecord
@@ -607,12 +607,6 @@ def test_a_save_that_may_be_late_is_named() -> None:
     text = "the last save took 1m 30s until its commit, and there are 30 s for the next one"
     assert late_save(saves, 30.0) == text
     assert late_save(saves, 90.0) == late_save(None, 30.0) == ""
-
-
-def test_every_arm_has_a_row() -> None:
-    """All events about preemption are in the table; restarts have tests of their own."""
-    used = {type(event) for _, history, _, _ in TABLE.values() for event in history}
-    assert {*requests.ARMS, events.PreemptAcked} - {events.RestartAsked} <= used
 
 
 OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {

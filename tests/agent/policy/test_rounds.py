@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elaunch.agent.policy import events, hang, nodes, requests
+from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     Action,
-    AskRestart,
     AwaitChildren,
     EndTree,
     Finish,
@@ -26,16 +25,14 @@ from elaunch.agent.policy.actions import (
     KillServer,
     Meet,
     Nothing,
-    Notify,
     Refuse,
     ReplaceServer,
     RestartServer,
     Settle,
     StartRound,
     StopWorkers,
-    TakeStacks,
 )
-from elaunch.agent.policy.decide import SILENT
+from elaunch.agent.policy.rounds import SILENT
 from elaunch.agent.policy.state import Limits, Phase
 from elaunch.agent.policy.turn import Turn
 from elaunch.checkpoint.records import Checkpoint
@@ -907,24 +904,6 @@ def test_the_first_moments(name: str) -> None:
     """The same for an agent that knows neither its directory nor, maybe, its workers."""
     limits, history, action, reason = FRESH[name]
     assert last(limits, *history, fresh=True) == Decided(action, reason)
-
-
-def test_every_arm_has_a_row() -> None:
-    """All events, and all actions, are in the tables."""
-    rows = (*TABLE.values(), *FRESH.values())
-    seen = {type(event) for _, history, _, _ in rows for event in history}
-    elsewhere = {
-        *nodes.ARMS,
-        *requests.ARMS,
-        *hang.ARMS,
-        *requests.ARMS,
-        events.PreemptAcked,
-        events.FenceAsked,
-        events.RanksAsked,
-    }  # tables of their own; and what is logged or published only
-    assert seen | elsewhere == set(events.Event.__args__)
-    actions = {type(action) for _, _, action, _ in rows}
-    assert actions == set(Action.__args__) - {Notify, TakeStacks, AskRestart}
 
 
 def test_a_newer_checkpoint_refills_the_budget() -> None:
