@@ -1,4 +1,4 @@
-"""The values of the checkpoint flags: the directory or URL, the rule of what is kept, remarks.
+"""The values of the checkpoint flags: the directory or URL, the rule of what is kept.
 
 ==========================  ========================================================================
 ``--checkpoint-dir``        is
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from elaunch.checkpoint.records import Checkpoint, Keep
@@ -24,8 +23,6 @@ from elaunch.checkpoint.search.locations import broken_link, has_placeholder, pa
 from elaunch.config import files
 from elaunch.config.flags.flag import Answers
 from elaunch.errors import CheckpointError, UsageError
-
-_KEEPING = ("checkpoint-keep-last", "checkpoint-keep-every", "checkpoint-keep-best")
 
 
 def place(answers: Answers, start: Path, args: tuple[str, ...]) -> Path | str | None:
@@ -84,21 +81,6 @@ def keep(answers: Answers) -> Keep:
     if answers["checkpoint-keep-best"] is None:
         return Keep(last, every)
     return Keep(last, every, *answers["checkpoint-keep-best"])
-
-
-def remarks(answers: Answers) -> Iterator[str]:
-    """Yield remarks on restarts that resume from nothing, and on retention that counts less."""
-    if answers["max-restarts"] and answers.said("max-restarts") and not answers["checkpoint-dir"]:
-        yield (
-            f"--max-restarts {answers['max-restarts']} without --checkpoint-dir: a restart runs "
-            "the script from its beginning, unless the script itself finds its checkpoint"
-        )
-    kept = [name for name in _KEEPING if answers.said(name)]
-    if kept and not answers["checkpoint-dir"]:
-        yield (
-            f"--{kept[0]} without --checkpoint-dir counts only what the script saves by elaunch's "
-            "ctx.checkpoint, and no round resumes from that by itself"
-        )
 
 
 def writable_directory(answers: Answers, flag: str, path: Path) -> None:

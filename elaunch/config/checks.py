@@ -4,9 +4,9 @@ A check raises ``UsageError`` with the flag, the value, the reason and the fix; 
 with notices. Checks that need torch (how many GPUs there are) are left to the agent; those of
 checkpoints are in ``checkpoint.py``, those of the command in ``command.py``.
 
-Remarks are about flags that have no effect: one line each, so that nothing is silently ignored.
-Only what stands on the command line or in the job file is remarked on; a variable that a cluster
-sets for every job is not. Remarks that cost the user nothing appear with ``LOGLEVEL=INFO``.
+Remarks are about flags that the table says have no effect, and about likely mistakes: one line
+each. Only what stands on the command line or in the job file is remarked on; a variable that a
+cluster sets for every job is not.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ from elaunch.config.flags import table
 from elaunch.config.flags.flag import (
     ALONE,
     ALWAYS,
+    FRESH_PORT,
+    MASTER_KNOWN,
+    NOBODY_JOINS,
+    NODE_0,
     ON_ONE_NODE,
+    WITH_ENDPOINT,
     WITH_PROGRAM,
     WITH_RUN_PATH,
     WITH_SPAWN,
+    WITHOUT_DIR,
     WITHOUT_RESTARTS,
     Answers,
 )
-from elaunch.config.place import Topology
+from elaunch.config.place import Place
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import Moment
 
@@ -184,12 +190,12 @@ def devices(answers: Answers, environ: Mapping[str, str]) -> None:
             )
 
 
-def master(answers: Answers, meeting: Topology) -> list[str]:
+def master(answers: Answers, place: Place) -> list[str]:
     """Check that the workers' store can be where it was asked to be; return notices."""
     notices = []
-    addr = meeting.master_addr
-    flag = "rdzv-endpoint" if meeting.backend == "static" else "master-addr"
-    if not (meeting.backend == "static" and answers["rdzv-endpoint"]):
+    addr = place.master_addr
+    flag = "rdzv-endpoint" if place.backend == "static" else "master-addr"
+    if not (place.backend == "static" and answers["rdzv-endpoint"]):
         flag = "master-addr" if answers["master-addr"] else "local-addr"
     if addr and addr != hosts.LOOPBACK:
         if not endpoints.addresses(addr):
@@ -200,11 +206,11 @@ def master(answers: Answers, meeting: Topology) -> list[str]:
                 f"--{flag}: {addr} is not an address of this machine; workers reach their store "
                 "only if it leads back here"
             )
-    if meeting.master_port:
-        why = endpoints.why_not_free(addr or hosts.LOOPBACK, meeting.master_port)
+    if place.master_port:
+        why = endpoints.why_not_free(addr or hosts.LOOPBACK, place.master_port)
         if why:
             flag = "rdzv-endpoint" if answers["rdzv-endpoint"] else "master-port"
-            what = f"port {meeting.master_port} {why}" if flag == "rdzv-endpoint" else why
+            what = f"port {place.master_port} {why}" if flag == "rdzv-endpoint" else why
             fix = "take another port, or leave it out for a free one"
             what = what if flag == "master-port" else f"cannot be used: {what}"
             raise answers.fault(flag, what, fix, "E-PORT-IN-USE")
@@ -279,43 +285,52 @@ def _slurm_end(environ: Mapping[str, str]) -> float:
 
 
 def remarks(
-    answers: Answers,
-    command: Command,
-    meeting: Topology,
-    *,
-    alone: bool,
-    environ: Mapping[str, str],
+    answers: Answers, command: Command, place: Place, environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the remarks on these settings; ``alone``: a job of one node without a store."""
-    found = [*_idle(answers, command, alone), *_ranks(answers), *meeting.notices]
-    if answers["log-dir"] == NO_FILES and answers["tee"] and answers.said("tee"):
-        # The agent logs the same about --redirects and the filters, for the ranks that it starts.
-        found.append(f"--tee writes to the console only with --log-dir {NO_FILES}")
-    found += _behind(command)
-    found += checkpoint.remarks(answers)
-    found += _gpus(answers, environ)
-    found += _unknown_variables(environ)
-    if answers["log-level"] in ("DEBUG", "INFO"):
-        found += meeting.infos
-    return found
+    """Return the remarks on these settings."""
+    return [
+        *_idle(answers, command, place),
+        *place.notices,
+        *_from_the_beginning(answers),
+        *_behind(command),
+        *_gpus(answers, environ),
+        *_unknown_variables(environ),
+    ]
 
 
-def _idle(answers: Answers, command: Command, alone: bool) -> Iterator[str]:
+def _idle(answers: Answers, command: Command, place: Place) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
+    alone, static, low_high = not place.endpoints, place.backend == "static", answers["nnodes"]
     holds = {
         ALWAYS: True,
-        ON_ONE_NODE: answers["nnodes"][1] == 1 or alone,
+        ON_ONE_NODE: low_high[1] == 1 or alone,
         ALONE: alone,
+        NOBODY_JOINS: alone and low_high[1] > 1,
+        FRESH_PORT: not static,
+        NODE_0: not static and not alone,
+        WITH_ENDPOINT: static and answers["rdzv-endpoint"],
+        MASTER_KNOWN: alone and (static or answers["master-addr"]),
         WITH_PROGRAM: command.mode == "command",
         WITH_RUN_PATH: answers["run-path"],
         WITH_SPAWN: answers["start-method"] == "spawn",
         WITHOUT_RESTARTS: not answers["max-restarts"],
+        WITHOUT_DIR: not answers["checkpoint-dir"],
     }
     for flag in table.FLAGS:
         when = next((when for when in flag.idle if holds[when]), None)
         if when is not None and answers.said(flag.name) and answers[flag.name]:
             shown = f"--{flag.name} has no effect {when}".rstrip()
             yield f"{shown}: {flag.idle[when]}" if flag.idle[when] else shown
+
+
+def _from_the_beginning(answers: Answers) -> Iterator[str]:
+    """Remark on restarts that resume from nothing."""
+    most = answers["max-restarts"]
+    if most and answers.said("max-restarts") and not answers["checkpoint-dir"]:
+        yield (
+            f"--max-restarts {most} without --checkpoint-dir: a restart runs the script from its "
+            "beginning, unless the script itself finds its checkpoint"
+        )
 
 
 def _behind(command: Command) -> Iterator[str]:
@@ -343,23 +358,6 @@ def _gpus(answers: Answers, environ: Mapping[str, str]) -> Iterator[str]:
             f"{'s' * (count > 1)}; a script that takes cuda:LOCAL_RANK fails. For a job on CPUs "
             "set CUDA_VISIBLE_DEVICES= (empty)"
         )
-
-
-def _ranks(answers: Answers) -> Iterator[str]:
-    """Remark on local ranks that this job does not have."""
-    if not answers["nproc-per-node"].isdigit():
-        return
-    nproc = int(answers["nproc-per-node"])
-    named = {
-        "redirects": answers["redirects"].ranks,
-        "tee": answers["tee"].ranks,
-        "local-ranks-filter": answers["local-ranks-filter"] or (),
-    }
-    for name, ranks in named.items():
-        absent = sorted(rank for rank in ranks if rank >= nproc)
-        if absent:
-            shown = ", ".join(map(str, absent))
-            yield f"--{name} names local rank {shown}, but the ranks go from 0 to {nproc - 1}"
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:

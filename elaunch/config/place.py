@@ -1,31 +1,21 @@
-"""Whether the agents of a job meet somewhere, where that is, and which of them hosts.
+"""Where the agents of a job meet, which of them hosts, and where one node has its workers' store.
 
-==========================================  =================================================
-flags                                       the agents meet
-==========================================  =================================================
---nnodes 1, --standalone                    not at all: one node by itself (``alone``)
---nnodes 1:MAX --rdzv-backend c10d          not at all: no other node finds that port
---rdzv-endpoint H:0, where H is this one
---nnodes 1 --rdzv-backend c10d and an       there, as several would
-endpoint on another machine; or etcd
---nnodes N --master-addr A                  at A (port 29500), where node 0 hosts; each node has
-[--node-rank R], or --rdzv-endpoint A:P     its rank from --node-rank, 0 if it has none
---nnodes N or MIN:MAX, --rdzv-backend c10d  at H (port 29400): the node whose address it is hosts
---rdzv-endpoint H
---nnodes N or MIN:MAX, --rdzv-backend etcd  through etcd (port 2379); nobody hosts
+==========================================  ================================  ==================
+flags                                       the agents meet                   who hosts
+==========================================  ================================  ==================
+--standalone; --nnodes 1; c10d at a port    not at all: each round has a      this node, at
+of this machine, or at H:0 with MIN 1       port that is free                 --master-addr,
+                                                                              --local-addr or
+                                                                              127.0.0.1
+--nnodes 1 and --master-port P or           not at all: exactly that port     this node, at H or
+--rdzv-endpoint H:P                                                           the same
+--nnodes N --master-addr A [--node-rank R]  at A (port 29500) or A:P          node 0
+or --rdzv-endpoint A:P
+--rdzv-backend c10d --rdzv-endpoint H, for  at H (port 29400)                 the node whose
+several nodes or of another machine                                           address it is
+--rdzv-backend etcd                         at H1, H2, H3 (port 2379)         nobody
 --rdzv-endpoint H1,H2,H3
-==========================================  =================================================
-
-One node by itself has its workers' store at:
-
-=============================================  ==============================================
-flags (one node)                               MASTER_ADDR and MASTER_PORT
-=============================================  ==============================================
-none, --standalone, c10d with a local          127.0.0.1 (or --master-addr, --local-addr), a
-endpoint                                       port that is free in each round
---master-port P                                --master-addr or 127.0.0.1, exactly P
---rdzv-endpoint H:P without a backend          exactly H and P
-=============================================  ==============================================
+==========================================  ================================  ==================
 
 Nothing is connected to here. A host that does not resolve is no error: it may come up later.
 """
@@ -33,7 +23,7 @@ Nothing is connected to here. A host that does not resolve is no error: it may c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -46,57 +36,52 @@ from elaunch.text import host_port
 Backend = Literal["c10d", "etcd", "static"]
 Endpoint = tuple[str, int]
 
-C10D_PORT = 29400
-ETCD_PORT = 2379
-MASTER_PORT = 29500
+PORTS: Final[Mapping[Backend, int]] = {"c10d": 29400, "etcd": 2379, "static": 29500}
 # Schedulers number the processes of a job by these: the order of newcomers without --node-rank.
 HINT_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
-_HOW_TO_BE_SEVERAL = "the only node is 0; for several nodes add --nnodes N"
 
 
-class MeetingPlace(Struct, frozen=True):
-    """Where the agents meet; ``node_hint`` is the rank of the node with the static backend."""
+class Place(Struct, frozen=True):
+    """Where the agents meet; one node by itself has no ``endpoints``.
+
+    Attributes:
+        is_host: whether this agent hosts; None: whoever of this machine's agents gets the port.
+        node_hint: the rank of this node (static), or its order among newcomers.
+        master_addr, master_port: where one node by itself was told to have its workers' store.
+        notices: remarks for the user.
+    """
 
     backend: Backend
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[Endpoint, ...] = ()
     is_host: bool | None = False
     node_hint: int | None = None
     notices: tuple[str, ...] = ()
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoints as text: ``h1:2379,[::1]:2379``."""
+        one = (self.master_addr or "localhost", self.master_port or 0)
+        alone = (one,) if self.backend == "static" else (("localhost", 0),)
+        return ",".join(host_port(host, port) for host, port in self.endpoints or alone)
 
 
-class Topology(Struct, frozen=True):
-    """Where the workers' store is; ``infos`` are notices that lose the user nothing."""
-
-    backend: str
-    endpoint: str
-    master_addr: str | None
-    master_port: int | None
-    notices: tuple[str, ...] = ()
-    infos: tuple[str, ...] = ()
-
-
-def place(answers: Answers, environ: Mapping[str, str]) -> MeetingPlace | None:
-    """Return where the agents of this job meet, or None for one node by itself.
+def place(answers: Answers, environ: Mapping[str, str]) -> Place:
+    """Return where the agents of this job meet.
 
     Raises:
         UsageError: the flags do not say where, or contradict each other.
     """
     if not _meet(answers):
-        return None
-    if answers["rdzv-backend"] == "static":
+        return _alone(answers)
+    backend = answers["rdzv-backend"]
+    if backend == "static":
         return _static(answers)
+    where = meeting(answers, backend)
     hint, notices = _hint(answers, environ)
-    notices += [
-        f"--{name} has no effect with --rdzv-backend {answers['rdzv-backend']}: "
-        "MASTER_ADDR is the address of node 0, with a free port in each round"
-        for name in ("master-addr", "master-port")
-        if answers.said(name)
-    ]
-    if answers["rdzv-backend"] == "etcd":
-        return MeetingPlace("etcd", etcd_endpoints(answers), False, hint, tuple(notices))
-    where = c10d_endpoint(answers)
-    is_host, remarks = _c10d_host(answers, where[0])
-    return MeetingPlace("c10d", (where,), is_host, hint, (*notices, *remarks))
+    is_host, remarks = (False, []) if backend == "etcd" else _c10d_host(answers, where[0][0])
+    return Place(backend, where, is_host, hint, (*notices, *remarks))
 
 
 def refuse_etcd_v2(answers: Answers) -> None:
@@ -109,62 +94,36 @@ def refuse_etcd_v2(answers: Answers) -> None:
         )
 
 
-def c10d_endpoint(answers: Answers) -> Endpoint:
-    """Return the one endpoint of the c10d backend.
+def meeting(answers: Answers, backend: Backend) -> tuple[Endpoint, ...]:
+    """Return where the agents meet by that backend: one endpoint, or those of etcd.
 
     Raises:
-        UsageError: there is none, there are several, or its port is 0.
+        UsageError: there is none, there are several but for etcd, or a port is 0 or missing.
     """
     raw = answers["rdzv-endpoint"]
+    if not raw and backend == "static":
+        return (_master(answers),)
     if not raw:
-        raise _nowhere(
-            answers, f"--rdzv-endpoint HOST[:{C10D_PORT}], where HOST is one of the nodes"
-        )
-    found = endpoints.split_all(raw)
-    if len(found) > 1:
+        members = backend == "etcd"
+        which = ",HOST,… with etcd's members" if members else ", where HOST is one of the nodes"
+        raise _nowhere(answers, f"--rdzv-endpoint HOST[:{PORTS[backend]}]{which}")
+    found = _with_its_port(answers) if backend == "static" else endpoints.split_all(raw)
+    if backend != "etcd" and len(found) > 1:
         raise answers.fault(
             "rdzv-endpoint",
-            "names several endpoints, and the c10d backend has one",
+            f"names several endpoints, and the {backend} backend has one",
             "name the node that hosts, or use --rdzv-backend etcd",
         )
-    return _with_port(answers, found[0], C10D_PORT)
+    return tuple(dict.fromkeys(_with_port(answers, each, PORTS[backend]) for each in found))
 
 
-def etcd_endpoints(answers: Answers) -> tuple[Endpoint, ...]:
-    """Return the endpoints of etcd.
-
-    Raises:
-        UsageError: there is none, or a port is 0.
-    """
-    raw = answers["rdzv-endpoint"]
-    if not raw:
-        raise _nowhere(answers, f"--rdzv-endpoint HOST[:{ETCD_PORT}],HOST,… with etcd's members")
-    found = (_with_port(answers, each, ETCD_PORT) for each in endpoints.split_all(raw))
-    return tuple(dict.fromkeys(found))
-
-
-def static_endpoint(answers: Answers) -> Endpoint:
-    """Return where node 0 of the static backend hosts.
-
-    Raises:
-        UsageError: there is none, or it has no port.
-    """
-    raw = answers["rdzv-endpoint"]
-    if not raw:
-        return _master(answers)
-    host, port = _with_its_port(answers, raw)
-    if "," in raw:
-        raise answers.fault("rdzv-endpoint", "names several endpoints, and node 0 has one")
-    return _with_port(answers, (host, port), port)
-
-
-def _with_its_port(answers: Answers, raw: str) -> tuple[str, int]:
-    host, port = endpoints.split_all(raw)[0]
-    if port is None:
+def _with_its_port(answers: Answers) -> list[tuple[str, int | None]]:
+    found = endpoints.split_all(answers["rdzv-endpoint"])
+    if found[0][1] is None:
         raise answers.fault(
             "rdzv-endpoint", "has no port, which the static backend needs", "write HOST:PORT"
         )
-    return host, port
+    return found
 
 
 def _meet(answers: Answers) -> bool:
@@ -211,7 +170,7 @@ def _c10d_host(answers: Answers, host: str) -> tuple[bool | None, list[str]]:
     ]
 
 
-def _static(answers: Answers) -> MeetingPlace:
+def _static(answers: Answers) -> Place:
     low, high = answers["nnodes"]
     if low != high:
         raise answers.fault(
@@ -219,12 +178,12 @@ def _static(answers: Answers) -> MeetingPlace:
             "is a range, and the static backend takes exactly as many nodes as it is told",
             f"write --nnodes {high}, or use --rdzv-backend c10d or etcd",
         )
-    where = static_endpoint(answers)
+    where = meeting(answers, "static")
     rank = _static_rank(answers, high)
-    notices = _idle_master(answers) if answers["rdzv-endpoint"] else []
-    if rank == 0 and not _leads_here(where[0]):
-        notices.append(_foreign_host(answers, where[0], high))
-    return MeetingPlace("static", (where,), rank == 0, rank, tuple(notices))
+    notices: tuple[str, ...] = ()
+    if rank == 0 and not _leads_here(where[0][0]):
+        notices = (_foreign_host(answers, where[0][0], high),)
+    return Place("static", where, rank == 0, rank, notices)
 
 
 def _static_rank(answers: Answers, nodes: int) -> int:
@@ -268,7 +227,7 @@ def _master(answers: Answers) -> Endpoint:
         raise _nowhere(
             answers,
             "--master-addr HOST (node 0) and --node-rank on each node, or --rdzv-backend c10d "
-            f"with --rdzv-endpoint HOST[:{C10D_PORT}]",
+            f"with --rdzv-endpoint HOST[:{PORTS['c10d']}]",
         )
     try:
         host = endpoints.host(answers["master-addr"])
@@ -278,8 +237,10 @@ def _master(answers: Answers) -> Endpoint:
     port = answers["master-port"]
     if port == 0:
         why = "asks for a free port, which the other nodes cannot find"
-        raise answers.fault("master-port", why, f"give a port, or leave it out for {MASTER_PORT}")
-    return host, port or MASTER_PORT
+        raise answers.fault(
+            "master-port", why, f"give a port, or leave it out for {PORTS['static']}"
+        )
+    return host, port or PORTS["static"]
 
 
 def _with_port(answers: Answers, found: tuple[str, int | None], default: int) -> Endpoint:
@@ -288,7 +249,7 @@ def _with_port(answers: Answers, found: tuple[str, int | None], default: int) ->
         raise answers.fault(
             "rdzv-endpoint",
             "has port 0, a free one, which the other nodes cannot find",
-            f"give the port, such as {host_port(host, default or C10D_PORT)}",
+            f"give the port, such as {host_port(host, default)}",
         )
     return host, default if port is None else port
 
@@ -320,81 +281,20 @@ def _hint(answers: Answers, environ: Mapping[str, str]) -> tuple[int | None, lis
     return None, notices
 
 
-def alone(answers: Answers) -> Topology:
-    """Decide where a job of one node by itself has its workers' store.
-
-    Raises:
-        UsageError: the flags contradict each other.
-    """
-    if answers["standalone"]:
-        return _local(answers, "with --standalone")
-    if answers["rdzv-backend"] == "c10d":
-        return _local(answers, "with --rdzv-backend c10d")
-    if answers["node-rank"] != 0:
-        raise answers.fault("node-rank", "is not a rank of one node", _HOW_TO_BE_SEVERAL)
-    if answers["rdzv-endpoint"] or answers["master-port"]:
-        return _exactly(answers)
-    return _local(answers, "")
-
-
-def _unused_with_standalone(answers: Answers) -> list[str]:
-    """Remark on a rendezvous other than the one that --standalone stands for."""
-    host, _ = endpoints.split_all(answers["rdzv-endpoint"] or "localhost")[0]
-    other = {
-        "rdzv-backend": answers["rdzv-backend"] != "c10d",
-        "rdzv-endpoint": not endpoints.is_this_machine(host),
-    }
-    return [
-        f"--{name} has no effect with --standalone"
-        for name, differs in other.items()
-        if differs and answers.said(name)
-    ]
-
-
-def _local(answers: Answers, why: str) -> Topology:
-    """Return the meeting of one node by itself: a fresh port in each round."""
-    notices = _unused(answers)
-    if answers["nnodes"][1] > 1:
-        port = "where the endpoint's port is a free one, since none finds it"
-        how = "with --standalone" if answers["standalone"] else port
-        notices.append(f"--nnodes: no other node can join {how}; this one is by itself")
-    if why:
-        if answers["master-port"] and answers.said("master-port"):
-            notices.append(f"--master-port has no effect {why}: each round has a free port")
-        if answers["node-rank"] and answers.said("node-rank"):
-            notices.append(f"--node-rank has no effect {why}")
-    master, local = answers["master-addr"], answers["local-addr"]
-    if master and local and answers.said("local-addr"):
-        notices.append("--local-addr has no effect with --master-addr on one node")
-    infos: tuple[str, ...] = ()
-    if answers["standalone"]:
-        notices += _unused_with_standalone(answers)
-    elif answers["rdzv-endpoint"] and answers.said("rdzv-endpoint"):
-        infos = ("--rdzv-endpoint is not needed on one node: nobody else has to find it",)
-    addr = _master_addr(answers) or _unbracketed(local)
-    return Topology("c10d", "localhost:0", addr, None, tuple(notices), infos)
-
-
-def _exactly(answers: Answers) -> Topology:
-    """Return the meeting at an address and a port that were given."""
-    notices = _unused(answers)
-    if answers.said("local-addr"):
-        notices.append("--local-addr has no effect where MASTER_ADDR is given")
-    raw = answers["rdzv-endpoint"]
-    if not raw:
-        addr, port = (
-            _master_addr(answers) or hosts.LOOPBACK,
-            answers["master-port"],
-        )
-        return Topology("static", f"{addr}:{port}", addr, port, tuple(notices))
-    host, given_port = _with_its_port(answers, raw)
-    notices += _idle_master(answers)
-    return Topology("static", raw, host, given_port or None, tuple(notices))
-
-
-def _idle_master(answers: Answers) -> list[str]:
-    names = (name for name in ("master-addr", "master-port") if answers.said(name))
-    return [f"--{name} has no effect with --rdzv-endpoint" for name in names]
+def _alone(answers: Answers) -> Place:
+    """Return where a job of one node by itself has its workers' store."""
+    addr, port = _master_addr(answers), answers["master-port"]
+    if answers["standalone"] or answers["rdzv-backend"] == "c10d":
+        port = None
+    elif answers["node-rank"] != 0:
+        fix = "the only node is 0; for several nodes add --nnodes N"
+        raise answers.fault("node-rank", "is not a rank of one node", fix)
+    elif answers["rdzv-endpoint"]:
+        addr, port = _with_its_port(answers)[0]
+        return Place("static", master_addr=addr, master_port=port or None)
+    if port:
+        return Place("static", master_addr=addr or hosts.LOOPBACK, master_port=port)
+    return Place("c10d", master_addr=addr or _unbracketed(answers["local-addr"]))
 
 
 def _master_addr(answers: Answers) -> str | None:
@@ -407,11 +307,3 @@ def _master_addr(answers: Answers) -> str | None:
 def _unbracketed(host: str | None) -> str | None:
     """Return an IPv6 address without the brackets that torchrun's help asks for."""
     return host[1:-1] if host and host.startswith("[") and host.endswith("]") else host
-
-
-def _unused(answers: Answers) -> list[str]:
-    """Remark on what only several nodes use."""
-    conf = [key for key in answers["rdzv-conf"] if key != "is_host"]
-    if conf and answers.said("rdzv-conf"):
-        return [f"--rdzv-conf: {', '.join(conf)} has no effect on one node: it waits for nobody"]
-    return []

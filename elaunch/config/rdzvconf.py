@@ -29,7 +29,7 @@ nor what stands behind an unknown key whose name looks like a secret's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from elaunch.config import values
 from elaunch.text import HIDDEN, is_secret
@@ -44,7 +44,6 @@ ALIASES: Mapping[str, str] = {
     "ssl_cert_key": "key",
     "ca_cert": "cacert",
 }
-ETCD_KEYS = frozenset("protocol cert key cacert etcd_prefix user password password_file".split())
 
 
 def _store_type(raw: str) -> str:
@@ -152,8 +151,3 @@ def _looks_secret(name: str) -> bool:
 def without_password(conf: Mapping[str, str]) -> dict[str, str]:
     """Return a configuration that was read, without what must not be shown."""
     return {key: value for key, value in conf.items() if key != PASSWORD}
-
-
-def unused(conf: Iterable[str], used: Iterable[str]) -> list[str]:
-    """Return the keys that were given and are not among those used, in their order."""
-    return [key for key in conf if key not in set(used)]

@@ -19,21 +19,6 @@ store_timeout       store_timeout                              30 s
 The password for etcd comes from ``ELAUNCH_ETCD_PASSWORD``, from ``password_file``, or from
 ``password`` in a variable or a job file; on the command line it is refused, where every user of the
 machine sees it. TLS is used with ``protocol=https``, and whenever a certificate is named.
-
-The address that a node sends to the others, who find its workers' store by it:
-
-=====================================  ======================================================
-what is known                          the address
-=====================================  ======================================================
---local-addr                           that, as it was given
-static, and this node hosts            the endpoint's host, as it was given (as under torchrun)
-a route to an endpoint                 the address that this machine has on that route
-an endpoint that is this machine by    the address of the host's name, or that of the route to
-a loopback address (Debian gives a     everywhere; or the endpoint's own name, which the other
-host's own name 127.0.1.1)             nodes know
-etcd at localhost                      the same, but for the endpoint's name
-c10d or static at localhost            the loopback address: all agents are on this machine
-=====================================  ======================================================
 """
 
 from __future__ import annotations
@@ -49,7 +34,7 @@ from elaunch.config import endpoints, files, rdzvconf
 from elaunch.config import place as meetingplace
 from elaunch.config.flags.flag import Answers, JobFile, collect
 from elaunch.config.flags.table import ETCD_PASSWORD, ETCD_USER, TABLE
-from elaunch.config.place import Backend, MeetingPlace
+from elaunch.config.place import Backend, Place
 from elaunch.config.rdzvconf import PASSWORD
 from elaunch.text import host_port
 
@@ -61,15 +46,6 @@ _ETCD_SHORTEST_LEASE = 2.0
 MANY_NODES = 128
 """With more nodes than that a silent one is given twice as long: of so many one is the likelier to
 pause only, and the store has a third of the heartbeats to bear."""
-_COMMON_KEYS = frozenset(
-    "join_timeout settle debounce heartbeat_timeout keep_alive_interval keep_alive_max_attempt "
-    "store_timeout secret_file".split()
-)
-_KEYS: Mapping[str, frozenset[str]] = {
-    "c10d": _COMMON_KEYS | {"is_host", "store_type"},
-    "static": _COMMON_KEYS | {"timeout", "rank"},
-    "etcd": _COMMON_KEYS | rdzvconf.ETCD_KEYS | {"timeout"},
-}
 _PLACE_FLAGS = (
     "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf rdzv-secret-file master-addr master-port nnodes "
     "on-join strict-symmetry".split()
@@ -131,10 +107,10 @@ class RendezvousSettings:
         return ",".join(host_port(host, port) for host, port in self.endpoints)
 
 
-def several_nodes(
+def resolve_meeting(
     answers: Answers, environ: Mapping[str, str], start: Path
-) -> tuple[RendezvousSettings | None, list[str]]:
-    """Return how the agents meet (None: one node by itself), and notices.
+) -> tuple[Place, RendezvousSettings | None]:
+    """Return where the agents meet, and how; None: one node by itself.
 
     Args:
         answers: every flag.
@@ -146,17 +122,11 @@ def several_nodes(
     """
     _refuse_shown_password(answers)
     place = meetingplace.place(answers, environ)
-    if place is None:
-        return None, []
+    if not place.endpoints:
+        return place, None
     found = _settings(answers, place, environ, start)
-    settings = replace(
-        found,
-        is_host=place.is_host,
-        node_hint=place.node_hint,
-        local_addr=_local_addr(answers),
-        secret=found.secret or _secret_of_mpirun(environ),
-    )
-    return settings, [*place.notices, *_unused_conf(answers, place.backend)]
+    secret = found.secret or _secret_of_mpirun(environ)
+    return place, replace(found, local_addr=_local_addr(answers), secret=secret)
 
 
 def resolve_place(
@@ -176,15 +146,12 @@ def resolve_place(
     answers = collect([TABLE[name] for name in _PLACE_FLAGS], line, environ, JobFile())
     _refuse_shown_password(answers)
     meetingplace.refuse_etcd_v2(answers)
-    if answers["rdzv-backend"] == "etcd":
-        place = MeetingPlace("etcd", meetingplace.etcd_endpoints(answers))
-    elif answers.is_set("rdzv-backend") and answers["rdzv-backend"] == "static":
-        place = MeetingPlace("static", (meetingplace.static_endpoint(answers),))
-    elif answers["rdzv-endpoint"] or not answers["master-addr"]:
-        place = MeetingPlace("c10d", (meetingplace.c10d_endpoint(answers),))
-    else:
-        place = MeetingPlace("static", (meetingplace.static_endpoint(answers),))
-    return replace(_settings(answers, place, environ, cwd), is_host=False)
+    backend: Backend = answers["rdzv-backend"]
+    unsaid = backend == "static" and not answers.is_set("rdzv-backend")
+    if unsaid and (answers["rdzv-endpoint"] or not answers["master-addr"]):
+        backend = "c10d"
+    place = Place(backend, meetingplace.meeting(answers, backend))
+    return _settings(answers, place, environ, cwd)
 
 
 def resolve_run_id(line: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
@@ -195,6 +162,12 @@ def resolve_run_id(line: Mapping[str, str], environ: Mapping[str, str]) -> str |
 
 def own_address(rendezvous: RendezvousSettings) -> str:
     """Return the name or address at which the other nodes reach this machine.
+
+    It is --local-addr, or the endpoint's host as it was given where static is hosted here (as under
+    torchrun), or this machine's address on the route to an endpoint. Where that is the loopback's
+    (Debian gives a host's own name 127.0.1.1), the agents of c10d and static at localhost are all
+    on this machine; the others know it by its name's address, or by that on the route to
+    everywhere, or else by the endpoint's own name.
 
     Names of endpoints are resolved, so call it when the store was reached, not before.
     """
@@ -216,7 +189,7 @@ def own_address(rendezvous: RendezvousSettings) -> str:
 
 
 def _settings(
-    answers: Answers, place: MeetingPlace, environ: Mapping[str, str], start: Path
+    answers: Answers, place: Place, environ: Mapping[str, str], start: Path
 ) -> RendezvousSettings:
     conf = answers[_CONF]
     default = 900.0 if place.backend == "static" else 600.0  # torchrun's, both
@@ -227,6 +200,8 @@ def _settings(
     return RendezvousSettings(
         backend=place.backend,
         endpoints=place.endpoints,
+        is_host=place.is_host,
+        node_hint=place.node_hint,
         join_timeout=join_timeout,
         settle=rdzvconf.seconds(conf, "settle", RendezvousSettings.settle),
         debounce=rdzvconf.seconds(conf, "debounce", RendezvousSettings.debounce),
@@ -297,23 +272,6 @@ def _local_addr(answers: Answers) -> str | None:
         why, code = "does not resolve to an address", "E-HOST-NAME"
     fix = "give one that this machine has (see 'ip address')"
     raise answers.fault("local-addr", why, fix, code)
-
-
-def _unused_conf(answers: Answers, backend: str) -> list[str]:
-    if not answers.said(_CONF):
-        return []
-    conf = answers[_CONF]
-    idle = rdzvconf.unused(conf, _KEYS[backend])
-    notices = []
-    if idle:
-        notices.append(
-            f"--rdzv-conf: {', '.join(idle)} has no effect with --rdzv-backend {backend}"
-        )
-    keep_alive = [key for key in conf if key.startswith("keep_alive")]
-    if keep_alive and "heartbeat_timeout" in conf:
-        shown = ", ".join(keep_alive)
-        notices.append(f"--rdzv-conf: {shown} has no effect with heartbeat_timeout")
-    return notices
 
 
 def _refuse_shown_password(answers: Answers) -> None:

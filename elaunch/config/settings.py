@@ -16,12 +16,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint, Keep
-from elaunch.config import checkpoint, checks, command, files, jobfile, place, rdzvconf, values
+from elaunch.config import checkpoint, checks, command, files, jobfile, rdzvconf, values
 from elaunch.config.command import Command, Mode
 from elaunch.config.flags.flag import Answers, JobFile, collect, from_variables
 from elaunch.config.flags.table import TABLE
-from elaunch.config.place import Topology
-from elaunch.config.rendezvous import RendezvousSettings, several_nodes
+from elaunch.config.rendezvous import RendezvousSettings, resolve_meeting
 from elaunch.config.values import Moment, StreamMap
 from elaunch.env import HPARAMS, NCCL_ASYNC_ERRORS, RoundFacts, worker_environment
 from elaunch.errors import UsageError
@@ -143,8 +142,7 @@ def resolve(
     checks.refused(answers)
     chosen = command.choose(words, job.entrypoint, answers)
     start = checks.directory(answers, cwd)
-    meet, meet_notices = several_nodes(answers, environ, start)
-    meeting = _several(meet, meet_notices) if meet else place.alone(answers)
+    place, meet = resolve_meeting(answers, environ, start)
     env = _environment(job)
     workers_environ = {**environ, **env}
     python = command.interpreter(answers, chosen, start)
@@ -152,21 +150,21 @@ def resolve(
     command.preload(answers, start, python, workers_environ)
     checks.counted(answers, python)
     checks.devices(answers, workers_environ)
-    remarks = [] if meet else checks.master(answers, meeting)
+    remarks = [] if meet else checks.master(answers, place)
     if meet:
         checks.hosting(answers, meet)
     checks.servers(answers, alone=meet is None)
-    remarks += checks.remarks(answers, chosen, meeting, alone=meet is None, environ=environ)
+    remarks += checks.remarks(answers, chosen, place, environ)
     return Settings(
         **{
             **_plain(answers),
             **_derived(answers, chosen),
             **_named(answers, chosen, meet),
             **_places(answers, chosen, start),
-            "rdzv_backend": meeting.backend,
-            "rdzv_endpoint": meeting.endpoint,
-            "master_addr": meeting.master_addr,
-            "master_port": meeting.master_port,
+            "rdzv_backend": place.backend,
+            "rdzv_endpoint": place.endpoint,
+            "master_addr": place.master_addr,
+            "master_port": place.master_port,
             "preempt_at": checks.preempt_at(answers, environ),
             "rendezvous": meet,
             "interpreter": python,
@@ -220,10 +218,6 @@ def _derived(answers: Answers, chosen: Command) -> dict[str, Any]:
         "forward_signals": forward,
         "preempt_signals": checks.preempt_signals(answers, (*handle, *forward)),
     }
-
-
-def _several(meet: RendezvousSettings, notices: list[str]) -> Topology:
-    return Topology(meet.backend, meet.endpoint, None, None, tuple(notices))
 
 
 def _places(answers: Answers, command: Command, start: Path) -> dict[str, Any]:

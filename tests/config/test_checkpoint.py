@@ -97,7 +97,10 @@ def test_links_that_lead_nowhere(job: Job) -> None:
     [
         ("--checkpoint-dir c --checkpoint-local train.py", "--checkpoint-local has no effect on"),
         ("--checkpoint-replicas 1 train.py", "--checkpoint-replicas has no effect on one node"),
-        ("--checkpoint-keep-last 3 train.py", "--checkpoint-keep-last without --checkpoint-dir"),
+        (
+            "--checkpoint-keep-last 3 train.py",
+            "--checkpoint-keep-last has no effect on the script's own files without --checkpoint-",
+        ),
         (f"{NODES} --checkpoint-dir c --checkpoint-local train.py", ""),
         (f"{NODES} --checkpoint-replicas 1 train.py", ""),
         ("--checkpoint-dir c --checkpoint-keep-last 3 train.py", ""),

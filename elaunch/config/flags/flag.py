@@ -264,10 +264,16 @@ def _value(flag: Flag, given: Given) -> object:
 ALWAYS = ""
 ON_ONE_NODE = "on one node"
 ALONE = "on one node by itself"
+NOBODY_JOINS = "where no other node can join"
+FRESH_PORT = "where each round has a free port"
+NODE_0 = "where MASTER_ADDR is the address of node 0"
+MASTER_KNOWN = "where MASTER_ADDR is given"
+WITH_ENDPOINT = "with --rdzv-endpoint"
 WITH_PROGRAM = "with --no-python"
 WITH_RUN_PATH = "with --run-path"
 WITH_SPAWN = "with --start-method spawn"
 WITHOUT_RESTARTS = "without --max-restarts"
+WITHOUT_DIR = "on the script's own files without --checkpoint-dir"
 
 COUNT = Kind(values.whole(0), "N", "0 or more")
 SECONDS = Kind(values.seconds, "SECONDS", "0 or more seconds")

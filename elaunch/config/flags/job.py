@@ -6,10 +6,12 @@ from elaunch.config import values
 from elaunch.config.flags.flag import (
     ALWAYS,
     COUNT,
+    NOBODY_JOINS,
     ON_ONE_NODE,
     WITH_PROGRAM,
     WITH_RUN_PATH,
     WITH_SPAWN,
+    WITHOUT_DIR,
     WITHOUT_RESTARTS,
     Flag,
     Kind,
@@ -24,6 +26,7 @@ SIZE = (
         Kind(values.nnodes, "N|MIN:MAX", "N or MIN:MAX, 1 or more"),
         "1:1",
         "Number of nodes, or the least and the greatest.",
+        idle={NOBODY_JOINS: "this one is by itself"},
         keys=("nodes",),
     ),
     Flag(
@@ -196,17 +199,20 @@ CHECKPOINT = (
         Kind(values.whole(1), "N", "1 or more"),
         None,
         "Number of newest checkpoints to keep; others go unless another rule keeps them.",
+        idle={WITHOUT_DIR: ""},
     ),
     own(
         "checkpoint-keep-every",
         Kind(values.whole(1), "STEPS", "1 or more"),
         None,
         "Steps whose multiples are kept.",
+        idle={WITHOUT_DIR: ""},
     ),
     own(
         "checkpoint-keep-best",
         Kind(values.best, "METRIC[:min|max]", "a metric's name, with :max where more is better"),
         None,
         "Metric whose best checkpoint is kept; the script reports it.",
+        idle={WITHOUT_DIR: ""},
     ),
 )
