@@ -24,7 +24,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"elaunch"}),
     frozenset({"errors"}),
-    frozenset({"earlysignals", "endings", "env", "files", "hosts", "launchers", "proc", "text"}),
+    frozenset(
+        {"atonce", "earlysignals", "endings", "env", "files", "hosts", "launchers", "proc", "text"}
+    ),
     frozenset({"errorrecord", "runs"}),
     frozenset({"config", "checkpoint", "store", "wire"}),
     frozenset({"server", "rendezvous", "training"}),
@@ -82,12 +84,10 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.resume.latest:DirectoryProbe._run": "top of a thread: it is the "
     "answer to the loop",
     "elaunch.agent.resume.latest:look": "whatever a search runs into is its answer, and is told",
-    "elaunch.checkpoint.storage.atonce:_run": "top of a thread: raised again in the "
-    "one that has asked",
+    "elaunch.atonce:_run": "top of a thread: raised again in the one that has asked",
     "elaunch.checkpoint.storage.objects:Objects._at": "whatever a storage's driver raises "
     "is an OSError",
-    "elaunch.checkpoint.storage.atonce:Pace._rest": "top of a thread: raised in the one "
-    "that waits for it",
+    "elaunch.atonce:Pace._rest": "top of a thread: raised in the one that waits for it",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.status.views:NodeViews._serve": "logged; the command gets no answer",

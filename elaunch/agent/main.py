@@ -17,6 +17,7 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from elaunch import atonce
 from elaunch.agent import frontends, signals
 from elaunch.agent.context import RunContext, SaverSetup
 from elaunch.agent.failure import explain
@@ -42,7 +43,6 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.agent.workers.group import WorkerGroup, check_open_files
 from elaunch.agent.workers.links import WorkerLinks
 from elaunch.agent.workers.tempdir import remove_abandoned
-from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.rendezvous.coordinator import Standalone, rules_of_one
 from elaunch.rendezvous.decide.view import Search

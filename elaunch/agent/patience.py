@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from elaunch.checkpoint.storage import atonce
+from elaunch import atonce
 
 FIRST_S: Final = 10.0
 """Seconds after which a wait is logged, and again after every REPEAT_S."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from elaunch.atonce import Pace
 from elaunch.checkpoint import layout
-from elaunch.checkpoint.storage.atonce import Pace
 from elaunch.errors import CheckpointError
 
 Location = Path | str  # a directory, or an fsspec URL such as "s3://bucket/run"

@@ -27,8 +27,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from elaunch import atonce
 from elaunch.agent.peers.peers import Peers
-from elaunch.checkpoint.storage import atonce
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreDenied, StoreError, StoreUnreachable, UsageError
 from elaunch.monitor.document import job_document, jobs_document

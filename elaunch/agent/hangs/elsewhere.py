@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import msgspec
 
+from elaunch import atonce
 from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.trace import at_times
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.turn import Round
-from elaunch.checkpoint.storage import atonce
 
 ANSWER_S: Final = 3.0
 AT_ONCE: Final = 32

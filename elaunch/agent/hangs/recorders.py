@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from elaunch import proc
+from elaunch import atonce, proc
 from elaunch.agent.hangs import stackdump, stacks
 from elaunch.agent.hangs.collectives import CollectiveCall, RankPlace
 from elaunch.agent.hangs.stackdump import Dump
@@ -29,7 +29,6 @@ from elaunch.agent.hangs.trace import at_times, place
 from elaunch.agent.patience import bounded
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
-from elaunch.checkpoint.storage import atonce
 from elaunch.files import open_regular
 from elaunch.wire.local import short_address
 from elaunch.wire.recorder import groups_path, socket_path

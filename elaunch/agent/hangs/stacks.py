@@ -33,11 +33,10 @@ from typing import Final
 
 from msgspec import Struct, structs
 
-from elaunch import env, proc
+from elaunch import atonce, env, proc
 from elaunch.agent.hangs import stackdump
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
-from elaunch.checkpoint.storage import atonce
 from elaunch.server import processes
 from elaunch.text import one_line, ranks
 

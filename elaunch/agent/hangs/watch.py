@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from elaunch import proc
+from elaunch import atonce, proc
 from elaunch.agent.hangs import collectives, processes, scene, stacks
 from elaunch.agent.hangs.collectives import OUTSIDE, UNKNOWN, RankPlace
 from elaunch.agent.hangs.judge import HangVerdict, Look, accuse
@@ -32,7 +32,6 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round, Turn
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.endings import Exit
 from elaunch.runs.record import AwaitedRecord, LatenessRecord, LoaderRecord, ProgressRecord

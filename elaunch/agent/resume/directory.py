@@ -83,7 +83,7 @@ class DirectoryFinisher:
         self._entered.add(job)
         self.jobs.add(job)
         if self._locks:
-            from elaunch.checkpoint.storage import atonce
+            from elaunch import atonce
 
             atonce.start("name the lock's holder", self._write_holder)
 
@@ -133,7 +133,7 @@ class DirectoryFinisher:
 
     def close(self) -> None:
         """Give the lock back, if the storage answers within CLOSE_S; before it retention ends."""
-        from elaunch.checkpoint.storage import atonce
+        from elaunch import atonce
 
         if not self._removing.acquire(timeout=REMOVE_S):
             log.warning("retention is not done after %g s: what may go is left", REMOVE_S)
@@ -213,7 +213,7 @@ class DirectoryFinisher:
         if committed is None or not self._removing.acquire(blocking=False):
             return
         self._committed = None
-        from elaunch.checkpoint.storage import atonce
+        from elaunch import atonce
 
         atonce.start("retention", self._retire, *committed, resumed)
 

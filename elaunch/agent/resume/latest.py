@@ -223,13 +223,13 @@ class DirectoryProbe:
     def close(self) -> None:
         """Take the mark back, if the storage answers within CLOSE_S."""
         if self._marked and self._root is not None:
+            from elaunch import atonce
             from elaunch.checkpoint import probe
-            from elaunch.checkpoint.storage import atonce
 
             atonce.within(CLOSE_S, partial(probe.remove_mark, self._root, self.nonce), "unprobe")
 
     def _run(self, root: Path) -> None:
-        from elaunch.checkpoint.storage import atonce
+        from elaunch import atonce
 
         found: list[str] = []
         try:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elaunch import text
+from elaunch.atonce import Pace
 from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
-from elaunch.checkpoint.storage.atonce import Pace
 from elaunch.errors import SaveError
 from elaunch.runs.record import SavesRecord
 from elaunch.wire.worker import StagedShard

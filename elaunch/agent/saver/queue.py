@@ -37,8 +37,8 @@ from elaunch.agent.patience import repeatedly
 from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
+from elaunch.atonce import Pace, start
 from elaunch.checkpoint.records import Committed, Image, Location, Stage
-from elaunch.checkpoint.storage.atonce import Pace, start
 from elaunch.checkpoint.storage.files import refusal
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import ElaunchError, SaveError

@@ -39,10 +39,10 @@ from typing import Final
 from elaunch.agent.peers.directory import GATHERED
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, error_text
+from elaunch.atonce import Pace, start
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.records import Stage
-from elaunch.checkpoint.storage.atonce import Pace, start
 from elaunch.checkpoint.storage.commit import read_committed
 from elaunch.checkpoint.storage.durable import (
     make_parents,

@@ -25,8 +25,8 @@ from elaunch.agent.context import SaverSetup
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
+from elaunch.atonce import start
 from elaunch.checkpoint.records import ShardReport
-from elaunch.checkpoint.storage.atonce import start
 from elaunch.errors import ElaunchError, SaveError
 from elaunch.rendezvous.plan import Plan
 from elaunch.runs.record import SavesRecord

@@ -30,8 +30,8 @@ from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, Settled
 from elaunch.agent.saver.replicas import Replicas
 from elaunch.agent.saver.shards import REPLICA, Shards
+from elaunch.atonce import start, within
 from elaunch.checkpoint.records import Stage
-from elaunch.checkpoint.storage.atonce import start, within
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards

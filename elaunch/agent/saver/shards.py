@@ -31,8 +31,8 @@ from typing import Final
 from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
+from elaunch.atonce import at_once
 from elaunch.checkpoint.records import Stage
-from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.errors import SaveError
 from elaunch.wire.worker import Files, StagedShard
 

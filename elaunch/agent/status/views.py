@@ -39,11 +39,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from elaunch import env, proc
+from elaunch import atonce, env, proc
 from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.watch import HangWatch
 from elaunch.agent.peers.messages import PeerConnection
-from elaunch.checkpoint.storage import atonce
 from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
 from elaunch.runs import usage

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
-from elaunch import env, proc
+from elaunch import atonce, env, proc
 from elaunch.agent.children import Reaper, start_server
 from elaunch.agent.policy import events
-from elaunch.checkpoint.storage import atonce
 from elaunch.errors import ServerError
 from elaunch.server.processes import LOOK_AGAIN, Sweep
 from elaunch.wire.local import LocalChannel, Message

@@ -15,9 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from elaunch.atonce import at_once
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import FileEntry, entries, schema_checked
-from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.checksums import differs
 from elaunch.checkpoint.storage.files import (
     JSON_LIMIT,

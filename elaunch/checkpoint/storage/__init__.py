@@ -2,8 +2,7 @@
 
 ``storage`` is what both can do; ``posix`` does it with renames and fsync, in the order that
 ``commit`` explains step by step, ``url`` with whole objects. ``durable`` puts files on the disk so
-that they are never torn, ``checksums`` finds what has changed there, ``atonce`` keeps a storage
-that hangs from hanging the process, and a write from slowing the training.
+that they are never torn, ``checksums`` finds what has changed there.
 """
 
-__all__ = ["atonce", "checksums", "commit", "durable", "files", "objects", "storage"]
+__all__ = ["checksums", "commit", "durable", "files", "objects", "storage"]

@@ -37,9 +37,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from elaunch.atonce import STEP, Pace, at_once
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import FileEntry
-from elaunch.checkpoint.storage.atonce import STEP, Pace, at_once
 from elaunch.checkpoint.storage.checksums import Checksum, add_all, begin
 from elaunch.checkpoint.storage.files import open_regular
 from elaunch.errors import SaveError

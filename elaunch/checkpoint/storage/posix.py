@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elaunch.atonce import at_once
 from elaunch.checkpoint import layout, shelves
 from elaunch.checkpoint.assemble import choose, in_the_way
 from elaunch.checkpoint.formats import own
@@ -40,7 +41,6 @@ from elaunch.checkpoint.manifests import (
 from elaunch.checkpoint.ownership import DirectoryLock, Origin, claim_directory
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import (
     list_files,
     make_parents,

@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from elaunch.atonce import at_once
 from elaunch.checkpoint import layout, shelves
 from elaunch.checkpoint.assemble import (
     Documents,
@@ -54,7 +55,6 @@ from elaunch.checkpoint.manifests import (
 from elaunch.checkpoint.ownership import NoLock, claim
 from elaunch.checkpoint.records import Committed, Image, Location, ReadBefore, ShardHeader, Stage
 from elaunch.checkpoint.storage import commit as committing
-from elaunch.checkpoint.storage.atonce import at_once
 from elaunch.checkpoint.storage.durable import list_files, sync_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.storage.objects import Objects, Ranges, name_in

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from elaunch.checkpoint.storage.atonce import at_once
+from elaunch.atonce import at_once
 from elaunch.errors import CollectiveTimeout, PeerLost
 from elaunch.training.channel.link import Call, Encoded, End, Link
 from elaunch.training.channel.listener import LENGTH, Listener

@@ -25,7 +25,7 @@ from elaunch.agent.hangs.recorders import (
 )
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
-from elaunch.checkpoint.storage.atonce import within
+from elaunch.atonce import within
 from elaunch.wire.local import listen
 from elaunch.wire.recorder import groups_path, socket_path
 

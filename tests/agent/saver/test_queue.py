@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from elaunch import atonce
 from elaunch.agent.saver import inflight
 from elaunch.agent.saver import queue as savequeue
 from elaunch.agent.saver.queue import SaveQueue
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.records import Committed, Image, ShardHeader, Stage
-from elaunch.checkpoint.storage import atonce, commit, durable
+from elaunch.checkpoint.storage import commit, durable
 from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.errors import SaveError
 from elaunch.wire.worker import StagedShard

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.atonce import STEP, Pace
 from elaunch.checkpoint.storage import durable
-from elaunch.checkpoint.storage.atonce import STEP, Pace
 from elaunch.checkpoint.storage.checksums import checksum_of
 from elaunch.errors import CheckpointError, SaveError
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from elaunch import atonce
+from elaunch.atonce import ENOUGH, Pace, at_once, start, within
 from elaunch.checkpoint.manifests import FileEntry
-from elaunch.checkpoint.storage import atonce, durable
-from elaunch.checkpoint.storage.atonce import ENOUGH, Pace, at_once, start, within
+from elaunch.checkpoint.storage import durable
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +54,7 @@ def test_within() -> None:
 
 def test_a_call_that_hangs_does_not_hold_up_the_exit() -> None:
     code = (
-        "import threading; from elaunch.checkpoint.storage.atonce import at_once\n"
+        "import threading; from elaunch.atonce import at_once\n"
         "begun, never = threading.Semaphore(0), threading.Event()\n"
         "def call(): begun.release(); never.wait()\n"
         "threading.Thread(target=at_once, args=([call] * 2, 2, 'x'), daemon=True).start()\n"
