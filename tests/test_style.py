@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"agent"}),
     frozenset({"monitor"}),
     frozenset({"dashboard", "top"}),
-    frozenset({"cli"}),
+    frozenset({"cli", "extras"}),
     frozenset({"__main__"}),
     frozenset({"torchrun"}),
 )
@@ -70,7 +70,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
             "monitor.logfiles:follow_console",
         ),
         "a measurement is of a span of time": ("runs.usage:measure_since",),
-        "a person has asked for it": ("monitor.watch:pause", "dashboard.otlp:export"),
+        "a person has asked for it": ("monitor.watch:pause", "extras.otlp:export"),
         "the exit of the lost rank is to be the first": (
             "training.channel.channel:RankChannel._fail",
         ),

@@ -61,11 +61,11 @@ COMMANDS = {
     ),
     "examples": ("elaunch.cli.examples", "List, show and copy the examples."),
     "manifest": (
-        "elaunch.cli.manifest",
+        "elaunch.extras.manifest",
         "Print a job file for Slurm, Kubernetes, JobSet or Kubeflow.",
     ),
     "wrap": ("elaunch.cli.wrap", "Run a command as one rank of a job of mpirun or srun."),
-    "man": ("elaunch.cli.completion", "Print the manual page: elaunch man | man -l -"),
+    "man": ("elaunch.extras.completion", "Print the manual page: elaunch man | man -l -"),
 }
 
 

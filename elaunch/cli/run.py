@@ -24,10 +24,10 @@ from typing import Any, Final
 import click
 from msgspec import Struct
 
-from elaunch.cli import completion
 from elaunch.config.flags.flag import Flag, Given, convert
 from elaunch.config.flags.table import FLAGS, GROUPS, TABLE, USUAL
 from elaunch.errors import ElaunchError, UsageError
+from elaunch.extras import completion
 
 LINE_FLAGS = (*FLAGS, completion.FLAG)
 SPELLINGS = {spelling: flag for flag in LINE_FLAGS for spelling in flag.spellings}

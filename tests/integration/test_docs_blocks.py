@@ -22,7 +22,7 @@ import pytest
 
 from elaunch.agent.noticecommand import parse
 from elaunch.cli import execute
-from elaunch.cli.schedulers import TARGETS
+from elaunch.extras.schedulers import TARGETS
 from tests import programs, warm
 from tests.config.resolving import Job
 from tests.config.test_files import CERTIFICATE

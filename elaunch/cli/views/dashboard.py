@@ -78,7 +78,7 @@ def otlp(run: str | None) -> int:
 
     found = find(run, os.environ) if run is not None else None
     try:
-        from elaunch.dashboard.otlp import export
+        from elaunch.extras.otlp import export
     except ModuleNotFoundError as error:
         raise UsageError(f"OTLP needs {error.name}: pip install 'elaunch[otlp]'") from None
     try:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.cli import execute
-from elaunch.cli.manifest import label, read
-from elaunch.cli.schedulers import TARGETS, to_yaml
+from elaunch.extras.manifest import label, read
+from elaunch.extras.schedulers import TARGETS, to_yaml
 from tests.launching import Launcher, free_port
 
 SCHEMAS = json.loads((Path(__file__).parent / "manifest_schemas.json").read_text())

@@ -1,6 +1,6 @@
 """``elaunch manifest``: ready files for schedulers, from the flags of ``elaunch run``.
 
-Here the words of a command line become a job; ``elaunch.cli.schedulers`` has the files of one.
+Here the words of a command line become a job; ``elaunch.extras.schedulers`` has the files of one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import click
 
 from elaunch.cli.duration import DAY_S, up_to
 from elaunch.cli.run import SPELLINGS, Line, parse
-from elaunch.cli.schedulers import MARGIN_S, TARGETS, ScheduledJob, to_yaml
 from elaunch.config import checks, command, settings
 from elaunch.config.flags.flag import Answers, collect
 from elaunch.config.flags.table import TABLE
 from elaunch.endings import PREEMPTED
 from elaunch.errors import UsageError
+from elaunch.extras.schedulers import MARGIN_S, TARGETS, ScheduledJob, to_yaml
 
 LONGEST_S: Final = 9999 * DAY_S
 _MEETING: Final = frozenset(

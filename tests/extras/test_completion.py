@@ -8,10 +8,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from elaunch.cli import COMMANDS, completion
+from elaunch.cli import COMMANDS
 from elaunch.cli.run import parse, run
 from elaunch.config.flags.table import FLAGS
 from elaunch.errors import UsageError
+from elaunch.extras import completion
 
 COMPLETE = """
 source /dev/stdin
