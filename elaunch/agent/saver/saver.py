@@ -36,8 +36,7 @@ from elaunch.wire.worker import shard_from_json
 if TYPE_CHECKING:
     from elaunch.agent.peers.messages import PeerConnection
     from elaunch.agent.peers.peers import Fields, Peers
-    from elaunch.agent.saver.connection import SaverConnection
-    from elaunch.agent.saver.service import SaverService
+    from elaunch.agent.saver.service import SaverService, ServedWorker
     from elaunch.wire.worker import StagedShard
 
 LAST_WAIT_S: Final = 10.0
@@ -131,7 +130,7 @@ class AgentSaver:
 
     def serve(self, requests: Requests) -> None:
         """Answer a worker's requests until it is gone; in a thread of that worker's own."""
-        connection: SaverConnection | None = None
+        connection: ServedWorker | None = None
         try:
             while (request := requests.next()) is not None:
                 if connection is None and request.get("op") == "resumed":
@@ -210,22 +209,21 @@ class AgentSaver:
             raise SaveError("no worker of this node has saved anything")
         return service
 
-    def _admit(self, requests: Requests, request: Message) -> SaverConnection | None:
+    def _admit(self, requests: Requests, request: Message) -> ServedWorker | None:
         """Answer a worker's first request; return what serves it from then on, None if refused."""
-        from elaunch.agent.saver.connection import SaverConnection  # as the service
-        from elaunch.agent.saver.service import ServedWorker
+        from elaunch.agent.saver.service import ServedWorker  # jobs without saves do without
 
         try:
             service, round_ = self._service_for(request)
             self._setup.post(events.SaverUsed(round_.round))
             rank, local_rank = int(request["rank"]), int(request["local_rank"])
-            worker = ServedWorker(requests, rank, local_rank, round_.round)
+            worker = ServedWorker(service, requests, rank, local_rank, round_.round)
             service.admit(worker)
         except (ElaunchError, OSError, ImportError) as error:
             requests.answer(request, {"error": str(error), "kind": "refused"})
             return None
         requests.answer(request, {})
-        return SaverConnection(service, worker)
+        return worker
 
     def _service_for(self, request: Message) -> tuple[SaverService, Round]:
         """Return the service, made if it is not there yet, for a worker of the round that runs."""

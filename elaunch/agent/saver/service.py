@@ -3,7 +3,7 @@
 =================  ===============================================================================
 object             what it owns
 =================  ===============================================================================
-ServedWorker       one for each worker, whose requests elaunch.agent.saver.connection answers
+ServedWorker       one for each worker, whose requests it answers
 CheckpointMemory   the memfds, within --checkpoint-memory
 Shards             what lies in them, and what other nodes have
 SaveQueue          the saves in flight, and the threads that write and commit
@@ -18,9 +18,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from elaunch.agent.context import SaverSetup
 from elaunch.agent.policy import events
@@ -35,8 +35,13 @@ from elaunch.checkpoint.records import Stage
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import CheckpointError, SaveError
 from elaunch.rendezvous.plan import HeldShards
-from elaunch.wire.local import Requests
-from elaunch.wire.worker import StagedShard, committed_to_json
+from elaunch.wire.local import Message, Requests
+from elaunch.wire.worker import (
+    StagedShard,
+    committed_from_json,
+    committed_to_json,
+    shard_from_json,
+)
 
 PUSH_S = 300.0
 """Seconds for another node to take a replica."""
@@ -48,25 +53,117 @@ MANIFESTS_S = 5.0
 
 log = logging.getLogger("elaunch")
 
+Answer = tuple[Mapping[str, Any], list[int]]
 
-@dataclass(eq=False)
+
 class ServedWorker:
-    """A worker of the round that uses the saver.
+    """A worker of the round that uses the saver; its requests, in the thread that answers them.
 
-    ``begun``: its memory is about to hold its next shard; ``newest``: the uuid of the save that it
-    has staged last.
+    A request that was received is done, also where the worker has ended meanwhile.
+
+    Attributes:
+        begun: its memory is about to hold its next shard.
+        newest: the uuid of the save that it has staged last.
     """
 
-    requests: Requests
-    rank: int
-    local_rank: int
-    round: int
-    begun: bool = False
-    newest: str = ""
+    def __init__(
+        self, service: SaverService, requests: Requests, rank: int, local_rank: int, round: int
+    ) -> None:
+        self._service = service
+        self.requests = requests
+        self.rank = rank
+        self.local_rank = local_rank
+        self.round = round
+        self.begun = False
+        self.newest = ""
 
     def close(self) -> None:
         """Hang up; requests that were received are still done."""
         self.requests.hang_up()
+
+    def left(self) -> None:
+        """Note that no request comes any more."""
+        self._service.left(self)
+
+    def serve(self, request: Message) -> None:
+        """Do what is requested, and answer."""
+        files: Sequence[int] = ()
+        answer: Mapping[str, Any]
+        try:
+            answer, files = _SERVED[request["op"]](self, request)
+        except CheckpointError as error:
+            answer = {"error": str(error), "kind": "save"}
+        except TimeoutError as error:
+            replicated = self._service.replicated(self)
+            answer = {"error": str(error), "kind": "timeout", "replicated": replicated}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "kind": "request"}
+            if request["n"] == 0:  # it would wait for what nobody does
+                log.warning("worker %d is dropped: %s", self.local_rank, answer["error"])
+                self.requests.hang_up()
+        self.requests.answer(request, answer, files)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def memory(self, request: Mapping[str, Any]) -> Answer:
+        """Lend the worker its memory."""
+        self.begun = self.begun or request.get("begun") is True
+        segment = self._service.lend(self, int(request["size"]))
+        return {"size": segment.size}, [segment.fd]
+
+    def begin(self, request: Mapping[str, Any]) -> Answer:
+        """Have the worker wait for the save in flight, and begin the next."""
+        self.begun = self._service.begin_save(self, request["wait"] is True, request.get("timeout"))
+        return {"begun": self.begun, **self._service.last(self)}, []
+
+    def staged(self, request: Mapping[str, Any]) -> Answer:
+        """Take over what the worker has left in its memory, and write it."""
+        shard = shard_from_json(request["shard"])
+        try:
+            write = self._service.take(self, shard, int(request["memory"]))
+        except SaveError as error:
+            self._service.refuse(self, shard, str(error))
+            return {}, []
+        write()
+        return {}, []
+
+    def abandon(self, request: Mapping[str, Any]) -> Answer:
+        """Note that the worker stages nothing of what it has begun."""
+        self.begun = False
+        stage = request.get("stage")
+        self._service.queue.abandon(self.rank, None if stage is None else Stage(**stage))
+        return {}, []
+
+    def wait(self, request: Mapping[str, Any]) -> Answer:
+        """Have the worker wait until its saves are on the disk."""
+        self._service.queue.wait(self.rank, request.get("timeout"))
+        return self._service.last(self), []
+
+    def fence(self, request: Mapping[str, Any]) -> Answer:
+        """Answer whether the worker's round is still the one."""
+        self._service.rules.check_round(int(request["round"]))
+        return {}, []
+
+    def committed(self, request: Mapping[str, Any]) -> Answer:
+        """Count a checkpoint that the ranks have written and committed without the agent."""
+        done = committed_from_json(request["committed"])
+        if done is not None:
+            self._service.queue.committed_by_rank(done, float(request["took"]))
+        return {}, []
+
+    def recall(self, request: Mapping[str, Any]) -> Answer:
+        """Send the worker the shards of a checkpoint that are in memory."""
+        wanted = (int(request["step"]), int(request["round"]), str(request["uuid"]))
+        ranks = [int(rank) for rank in request["ranks"]]
+        found = self._service.shards.find(wanted, ranks, float(request["timeout"]))
+        rows = [{"rank": rank, "files": files} for rank, (files, _) in found.items()]
+        return {"shards": rows}, [segment.fd for _, segment in found.values()]
+
+
+_SERVED: Final[Mapping[str, Callable[[ServedWorker, Mapping[str, Any]], Answer]]] = {
+    op: getattr(ServedWorker, op)
+    for op in "memory begin staged abandon wait fence committed recall".split()
+}
 
 
 class SaverService:

@@ -20,7 +20,6 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.resume.directory import DirectoryFinisher
 from elaunch.agent.saver import commitrules, inflight, queue, saver
-from elaunch.agent.saver.connection import SaverConnection
 from elaunch.agent.saver.saver import AgentSaver
 from elaunch.agent.saver.service import SaverService, ServedWorker
 from elaunch.agent.status.socket import ControlSocket
@@ -613,13 +612,12 @@ def test_a_torn_answer_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         last=lambda worker: {"committed": "x" * (4 << 20)},
     )
     ours, theirs = (LocalChannel(end) for end in socket.socketpair())
-    worker = ServedWorker(Requests(theirs), 3, 0, 0)
-    served = SaverConnection(serving, worker)
+    served = ServedWorker(serving, Requests(theirs), 3, 0, 0)
     for number, op in enumerate(("wait", "abandon", "wait"), 1):
         served.serve({"op": op, "n": number})
     assert abandoned == [3]
     assert ours.receive() is None  # no whole message has come
-    worker.close()
+    served.close()
     theirs.close()
     ours.close()
 
