@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from elaunch.agent.background import BackgroundWork
 from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy import events
 from elaunch.config.values import Moment, moment
@@ -67,44 +67,42 @@ class NoticeCommand:
         self._environ = environ
         self._reaper = reaper
         self._take = take
-        self._reported = False
-        self._closing = threading.Event()
         self._running: ShellCommand | None = None
-        self._thread = threading.Thread(target=self._run, name="notice-command", daemon=True)
+        self._background = BackgroundWork("notice-command", "--notice-command", PAUSE_S, LONGEST_S)
 
     def start(self) -> None:
         """Start it; returns at once."""
-        self._thread.start()
+        self._background.start(self._run)
 
     def close(self) -> None:
         """End it; takes JOIN_S at the most."""
-        self._closing.set()
+        self._background.closing.set()
         if self._running is not None:
             self._running.cut()
-        self._thread.join(JOIN_S)
+        self._background.close(JOIN_S)
 
     def _run(self) -> None:
-        pause = PAUSE_S
-        while not self._closing.is_set():
+        closing = self._background.closing
+        while not closing.is_set():
             try:
                 notice, problem = self._once()
             except OSError as error:
                 notice, problem = None, f"cannot be started: {error.strerror}"
-            if self._closing.is_set():
+            if closing.is_set():
                 return
             if notice is not None:
                 self._take(*notice)
                 return
-            pause = min(2 * pause, LONGEST_S) if problem else PAUSE_S
+            pause = self._background.back_off(bool(problem))
             if problem:
-                self._report(f"{problem}; it is run again in {pause:g} s")
-            self._closing.wait(pause)
+                self._background.report(f"{problem}; it is run again in {pause:g} s")
+            closing.wait(pause)
 
     def _once(self) -> tuple[ParsedNotice | None, str]:
         """Run it to its end; return the notice, if it gives one, and how it failed, if it did."""
         running = self._running = ShellCommand(self._command, self._environ, self._reaper)
         try:
-            if self._closing.is_set():  # it may not have known of this run
+            if self._background.closing.is_set():  # it may not have known of this run
                 return None, ""
             notice, problem = self._read(running)
         finally:
@@ -128,16 +126,12 @@ class NoticeCommand:
                 if notice is not None:
                     return notice, ""
                 if text:
-                    self._report(f"prints what is no notice: {one_line(text[:SHOWN])}")
+                    shown = one_line(text[:SHOWN])
+                    self._background.report(f"prints what is no notice: {shown}")
             if not data:
                 return None, ""
             seen, held = seen + len(data), held[:LINE]
         return None, f"has printed {seen} bytes and no notice"
-
-    def _report(self, what: str) -> None:
-        level = logging.DEBUG if self._reported else logging.WARNING
-        log.log(level, "--notice-command %s", what)
-        self._reported = True
 
 
 def post_notice(

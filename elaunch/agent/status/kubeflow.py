@@ -21,15 +21,14 @@ reported once, and asked more and more seldom.
 from __future__ import annotations
 
 import datetime
-import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from elaunch.agent.background import BackgroundWork
 from elaunch.agent.status import posting
 from elaunch.env import KUBEFLOW_URL
 from elaunch.runs.pace import StepRate
@@ -43,8 +42,6 @@ LONGEST_S: Final = 300.0
 CLOSE_S: Final = 2.0
 """Seconds for the last post; the job's end waits no longer for it."""
 MOST_SECONDS: Final = 2**31 - 1
-
-log = logging.getLogger("elaunch")
 
 
 def status_of(record: Mapping[str, Any], pace: StepRate, now: float) -> dict[str, Any] | None:
@@ -80,31 +77,28 @@ class TrainJobStatus:
         self._snapshot = snapshot
         self._pace = StepRate()
         self._posted: dict[str, Any] | None = None
-        self._reported = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kubeflow", daemon=True)
+        url = re.sub(r"//[^/]*@", "//", one_line(environ[KUBEFLOW_URL])).partition("?")[0]
+        what = f"Kubeflow does not learn how far the job is ({KUBEFLOW_URL}={url!r}):"
+        self._background = BackgroundWork("kubeflow", what, INTERVAL_S, LONGEST_S)
 
     def start(self) -> None:
         """Begin to post."""
-        self._thread.start()
+        self._background.start(self._run)
 
     def close(self) -> None:
         """Have the end posted, and end the thread; takes CLOSE_S at the most."""
-        self._closing.set()
-        self._thread.join(CLOSE_S)
+        self._background.close(CLOSE_S)
 
     def _run(self) -> None:
-        pause = INTERVAL_S
-        while True:
-            last = self._closing.wait(pause)
+        pause, last = INTERVAL_S, False
+        while not last:
+            last = self._background.closing.wait(pause)
             try:
                 self._post_news()
-                pause = INTERVAL_S
+                pause = self._background.back_off(failed=False)
             except posting.REFUSED as error:
-                pause = min(2 * pause, LONGEST_S)
-                self._report(error)
-            if last:
-                return
+                pause = self._background.back_off(failed=True)
+                self._background.report(one_line(str(error)[: posting.MOST_BYTES]))
 
     def _post_news(self) -> None:
         found = status_of(self._snapshot(), self._pace, time.monotonic())
@@ -113,14 +107,6 @@ class TrainJobStatus:
         at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         post(self._environ, {"trainerStatus": {**found, "lastUpdatedTime": at}})
         self._posted = found
-
-    def _report(self, error: Exception) -> None:
-        level = logging.DEBUG if self._reported else logging.WARNING
-        said = one_line(str(error)[: posting.MOST_BYTES])
-        url = re.sub(r"//[^/]*@", "//", one_line(self._environ[KUBEFLOW_URL])).partition("?")[0]
-        name = f"{KUBEFLOW_URL}={url!r}"
-        log.log(level, "Kubeflow does not learn how far the job is (%s): %s", name, said)
-        self._reported = True
 
 
 def post(environ: Mapping[str, str], body: Mapping[str, Any]) -> None:

@@ -21,12 +21,12 @@ import json
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from elaunch.agent.background import BackgroundWork
 from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Finish, Notify
@@ -76,14 +76,13 @@ class EventHook:
         self._asked = False
         self._hang: events.HangSeen | None = None
         self._commits = 0
-        self._reported = False
         self._running: ShellCommand | None = None
         self._until = float("inf")
-        self._thread = threading.Thread(target=self._run, name="on-event", daemon=True)
+        self._background = BackgroundWork("on-event", "--on-event:")
 
     def start(self) -> None:
         """Begin to hand over."""
-        self._thread.start()
+        self._background.start(self._run)
 
     def close(self) -> None:
         """Have the last ones handed over; takes CLOSE_S, and a moment, at the most."""
@@ -92,8 +91,7 @@ class EventHook:
             self._queue.put_nowait(None)
         except queue.Full:
             log.debug("--on-event: the command is too slow for what happens")
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
+        if not self._background.close(CLOSE_S):
             self._report(f"what happened last was not taken within {CLOSE_S:g} s")
             if self._running is not None:
                 self._running.cut()
@@ -193,9 +191,7 @@ class EventHook:
             raise OSError(f"the command {how_it_ended(exitcode)}: {last}".rstrip(": "))
 
     def _report(self, problem: str) -> None:
-        level = logging.DEBUG if self._reported else logging.WARNING
-        log.log(level, "--on-event: %s", one_line(problem[:SHOWN]))
-        self._reported = True
+        self._background.report(one_line(problem[:SHOWN]))
 
 
 def _described(

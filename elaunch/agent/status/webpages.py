@@ -19,6 +19,7 @@ from typing import Final, TextIO
 from urllib.parse import urlsplit
 
 import elaunch
+from elaunch.agent.background import BackgroundWork
 from elaunch.agent.children import Reaper, ShellCommand
 from elaunch.agent.policy.turn import Turn
 from elaunch.config import Settings
@@ -62,19 +63,18 @@ class WebPages:
         self._say = say
         self.address = ""
         self._known = threading.Event()
-        self._closing = threading.Event()
+        self._begun = False
         self._running: ShellCommand | None = None
-        self._thread: threading.Thread | None = None
+        self._background = BackgroundWork("dashboard", "--dashboard:", PAUSE_S)
 
     def _start(self) -> None:
-        if self._host and self._thread is None:
-            thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
+        if self._host and not self._begun:
             try:
-                thread.start()
+                self._background.start(self._serve)
             except RuntimeError as error:
                 log.warning("--dashboard: not in this round: %s", error)
                 return
-            self._thread = thread
+            self._begun = True
 
     def see(self, turn: Turn) -> None:
         """Start it where this is node 0."""
@@ -90,14 +90,12 @@ class WebPages:
 
     def close(self) -> None:
         """Have it show open pages how the run ended, and end; takes 2 JOIN_S at the most."""
-        self._closing.set()
-        if self._thread is None:
-            return
+        self._background.closing.set()
         if self._running is not None:
             self._running.end()
-            self._thread.join(JOIN_S)
+            self._background.close(JOIN_S)
             self._running.cut()
-        self._thread.join(JOIN_S)
+        self._background.close(JOIN_S)
 
     def _serve(self) -> None:
         for number in range(RESTARTS + 1):
@@ -105,7 +103,7 @@ class WebPages:
                 why = self._once()
             except OSError as error:
                 why = f"cannot be started: {error.strerror}"
-            if self._closing.is_set():
+            if self._background.closing.is_set():
                 break
             again = number < (RESTARTS if self.address else 1)
             if not self.address:
@@ -113,7 +111,8 @@ class WebPages:
             log.warning(
                 "--dashboard: the server has ended: %s%s", why, "" if again else "; it stays away"
             )
-            if not again or self._closing.wait(PAUSE_S * 2**number):
+            pause = self._background.back_off(failed=number > 0)
+            if not again or self._background.closing.wait(pause):
                 break
         self._known.set()
 
@@ -121,7 +120,7 @@ class WebPages:
         """Run it to its end; return what it has printed last."""
         running = self._running = ShellCommand(self._command(), self._environ, self._reaper)
         try:
-            if self._closing.is_set():  # it may not have known of this run
+            if self._background.closing.is_set():  # it may not have known of this run
                 return ""
             return self._read(os.fdopen(os.dup(running.output), errors="replace"))
         finally:
