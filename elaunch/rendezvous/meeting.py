@@ -65,7 +65,7 @@ class World(Struct, frozen=True):
 
     post: Callable[[News], None]
     search: Callable[[Search], SearchResult]
-    fence: Callable[[float, float], None]
+    fence: Callable[[float], None]
     clock: Callable[[], float] = time.monotonic
     make_name: Callable[[], str] = random_name
 

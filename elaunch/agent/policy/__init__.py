@@ -1,7 +1,7 @@
 """Every decision of one agent, pure: events go in, an action and its reason come out.
 
 ``table`` is the way in: what is done about each event in each phase, ``decide``. ``rounds``,
-``nodes``, ``requests`` and ``hang`` have its cells; ``turn`` is what the loop makes of one event,
+``nodes`` and ``requests`` have its cells; ``turn`` is what the loop makes of one event,
 and the round that it begins. The loop does what an action says, and the reason becomes the log
 line, the status and what tests assert.
 """

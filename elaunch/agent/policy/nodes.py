@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 from elaunch import env
-from elaunch.agent.policy import events, hang, requests
+from elaunch.agent.policy import events, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
     Decision,
@@ -22,6 +22,7 @@ from elaunch.agent.policy.actions import (
     Nothing,
     StartRound,
     StopWorkers,
+    TakeStacks,
 )
 from elaunch.agent.policy.state import LOST, Phase, State, failure, failure_code, workers
 from elaunch.checkpoint.records import Checkpoint
@@ -238,7 +239,7 @@ def _ending(state: State, plan: Plan) -> Decision:
     peer_gone = peer_gone and plan.exit_code != PREEMPTED
     if plan.cause == "asked" and state.notice is None:
         return requests.stop(state, plan)
-    stacks = hang.elsewhere(state, plan)
+    stacks = _stacks_first(state, plan)
     if stacks is not None:
         return stacks
     if state.notice is not None and not peer_gone:
@@ -246,6 +247,18 @@ def _ending(state: State, plan: Plan) -> Decision:
     grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
     reason = f"{plan.reason}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _stacks_first(state: State, plan: Plan) -> Decision | None:
+    """Return what comes before this node's workers are stopped for a hang that the plan reports.
+
+    None: nothing, or nothing any more.
+    """
+    if state.taking:
+        return NOTHING if state.stacks is None else None
+    if not state.limits.takes_stacks or plan.failure is None or not plan.failure.is_hang:
+        return None
+    return TakeStacks(), f"{plan.reason}; taking the stacks of {workers(len(state.alive))}"
 
 
 def _may_save(state: State, what: str, stated: float | None) -> Decision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from elaunch.agent.policy import events, hang, nodes, requests
+from elaunch.agent.policy import events, nodes, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
     AwaitChildren,
@@ -25,6 +25,7 @@ from elaunch.agent.policy.actions import (
     RestartServer,
     Settle,
     StopWorkers,
+    TakeStacks,
 )
 from elaunch.agent.policy.state import LOST, State, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ElaunchError, ServerError, UsageError
@@ -184,13 +185,34 @@ def saved_flush(state: State, event: events.SavesSettled) -> Decision:
     return after_tree(state)
 
 
+# ── a hang: until the stacks are there, everything else goes on as in any round ──────────────────
+
+
+def hang_run(state: State, event: events.HangSeen) -> Decision:
+    """Take the stacks, unless the round ends already (elaunch.agent.policy.state)."""
+    if state.hang != event:
+        return NOTHING
+    return TakeStacks(), f"{event.reason}; taking the stacks of {workers(len(state.alive))}"
+
+
+def stacks_run(state: State, _: events.StacksTaken) -> Decision:
+    """Stop the workers: what they were doing is known."""
+    return _end_hung(state, "its stacks are taken") if state.taking else NOTHING
+
+
+def _end_hung(state: State, what: str) -> Decision:
+    grace, others = state.limits.sibling_grace, workers(len(state.alive))
+    reason = f"the round hangs, {what}; stopping {others}, grace {grace:g} s"
+    return StopWorkers(signal.SIGTERM, grace), reason
+
+
 # ── deadlines ────────────────────────────────────────────────────────────────────────────────────
 
 
 def due_run(state: State, _: events.DeadlinePassed) -> Decision:
     """End what was waited for: stacks, the save that a notice asks for, the first worker."""
     if state.taking:
-        return hang.overdue(state)
+        return _end_hung(state, "its stacks could not be taken in time")
     if state.notice is not None:
         return requests.overdue(state)
     return _not_started(state, 0, SILENT) if state.began is None else NOTHING

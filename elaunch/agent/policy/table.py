@@ -6,9 +6,8 @@ no process, no store, no log. ``state`` has the event written into it already
 assert; it is empty where nothing is decided.
 
 The cells are functions of ``rounds`` (how a round starts, runs and ends here), ``nodes`` (the
-coordinator's plan, and the store), ``requests`` (to end, to restart) and ``hang``. A cell in which
-nothing is decided says why. A new event is one row here and one in
-tests/agent/policy/test_table.py.
+coordinator's plan, and the store) and ``requests`` (to end, to restart). A cell in which nothing is
+decided says why. A new event is one row here and one in tests/agent/policy/test_table.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from msgspec import Struct
 
 from elaunch.agent.policy import events as on
 from elaunch.agent.policy.actions import NOTHING, Decision, Finish, Settle
-from elaunch.agent.policy.hang import hang_run, stacks_run
 from elaunch.agent.policy.nodes import (
     cut_rest,
     cut_run,
@@ -55,6 +53,7 @@ from elaunch.agent.policy.rounds import (
     forward_no,
     found_start,
     gone_sweep,
+    hang_run,
     lost_meet,
     lost_round,
     lost_start,
@@ -66,6 +65,7 @@ from elaunch.agent.policy.rounds import (
     sig_run,
     sig_stop,
     sig_sweep,
+    stacks_run,
 )
 from elaunch.agent.policy.state import Phase, State, is_unsettled
 
