@@ -42,7 +42,7 @@ from elaunch.config.flags.flag import (
     WITHOUT_RESTARTS,
     Answers,
 )
-from elaunch.config.place import Place
+from elaunch.config.place import MeetingPlace
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.config.values import Moment
 
@@ -190,7 +190,7 @@ def devices(answers: Answers, environ: Mapping[str, str]) -> None:
             )
 
 
-def master(answers: Answers, place: Place) -> list[str]:
+def master(answers: Answers, place: MeetingPlace) -> list[str]:
     """Check that the workers' store can be where it was asked to be; return notices."""
     notices = []
     addr = place.master_addr
@@ -285,7 +285,7 @@ def _slurm_end(environ: Mapping[str, str]) -> float:
 
 
 def remarks(
-    answers: Answers, command: Command, place: Place, environ: Mapping[str, str]
+    answers: Answers, command: Command, place: MeetingPlace, environ: Mapping[str, str]
 ) -> list[str]:
     """Return the remarks on these settings."""
     return [
@@ -298,7 +298,7 @@ def remarks(
     ]
 
 
-def _idle(answers: Answers, command: Command, place: Place) -> Iterator[str]:
+def _idle(answers: Answers, command: Command, place: MeetingPlace) -> Iterator[str]:
     """Yield a remark on each flag that the table says has no effect here."""
     alone, static, low_high = not place.endpoints, place.backend == "static", answers["nnodes"]
     holds = {

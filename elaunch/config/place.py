@@ -41,7 +41,7 @@ PORTS: Final[Mapping[Backend, int]] = {"c10d": 29400, "etcd": 2379, "static": 29
 HINT_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX")
 
 
-class Place(Struct, frozen=True):
+class MeetingPlace(Struct, frozen=True):
     """Where the agents meet; one node by itself has no ``endpoints``.
 
     Attributes:
@@ -67,7 +67,7 @@ class Place(Struct, frozen=True):
         return ",".join(host_port(host, port) for host, port in self.endpoints or alone)
 
 
-def place(answers: Answers, environ: Mapping[str, str]) -> Place:
+def place(answers: Answers, environ: Mapping[str, str]) -> MeetingPlace:
     """Return where the agents of this job meet.
 
     Raises:
@@ -81,7 +81,7 @@ def place(answers: Answers, environ: Mapping[str, str]) -> Place:
     where = meeting(answers, backend)
     hint, notices = _hint(answers, environ)
     is_host, remarks = (False, []) if backend == "etcd" else _c10d_host(answers, where[0][0])
-    return Place(backend, where, is_host, hint, (*notices, *remarks))
+    return MeetingPlace(backend, where, is_host, hint, (*notices, *remarks))
 
 
 def refuse_etcd_v2(answers: Answers) -> None:
@@ -170,7 +170,7 @@ def _c10d_host(answers: Answers, host: str) -> tuple[bool | None, list[str]]:
     ]
 
 
-def _static(answers: Answers) -> Place:
+def _static(answers: Answers) -> MeetingPlace:
     low, high = answers["nnodes"]
     if low != high:
         raise answers.fault(
@@ -183,7 +183,7 @@ def _static(answers: Answers) -> Place:
     notices: tuple[str, ...] = ()
     if rank == 0 and not _leads_here(where[0][0]):
         notices = (_foreign_host(answers, where[0][0], high),)
-    return Place("static", where, rank == 0, rank, notices)
+    return MeetingPlace("static", where, rank == 0, rank, notices)
 
 
 def _static_rank(answers: Answers, nodes: int) -> int:
@@ -281,7 +281,7 @@ def _hint(answers: Answers, environ: Mapping[str, str]) -> tuple[int | None, lis
     return None, notices
 
 
-def _alone(answers: Answers) -> Place:
+def _alone(answers: Answers) -> MeetingPlace:
     """Return where a job of one node by itself has its workers' store."""
     addr, port = _master_addr(answers), answers["master-port"]
     if answers["standalone"] or answers["rdzv-backend"] == "c10d":
@@ -291,10 +291,10 @@ def _alone(answers: Answers) -> Place:
         raise answers.fault("node-rank", "is not a rank of one node", fix)
     elif answers["rdzv-endpoint"]:
         addr, port = _with_its_port(answers)[0]
-        return Place("static", master_addr=addr, master_port=port or None)
+        return MeetingPlace("static", master_addr=addr, master_port=port or None)
     if port:
-        return Place("static", master_addr=addr or hosts.LOOPBACK, master_port=port)
-    return Place("c10d", master_addr=addr or _unbracketed(answers["local-addr"]))
+        return MeetingPlace("static", master_addr=addr or hosts.LOOPBACK, master_port=port)
+    return MeetingPlace("c10d", master_addr=addr or _unbracketed(answers["local-addr"]))
 
 
 def _master_addr(answers: Answers) -> str | None:

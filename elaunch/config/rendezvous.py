@@ -34,7 +34,7 @@ from elaunch.config import endpoints, files, rdzvconf
 from elaunch.config import place as meetingplace
 from elaunch.config.flags.flag import Answers, JobFile, collect
 from elaunch.config.flags.table import ETCD_PASSWORD, ETCD_USER, TABLE
-from elaunch.config.place import Backend, Place
+from elaunch.config.place import Backend, MeetingPlace
 from elaunch.config.rdzvconf import PASSWORD
 from elaunch.text import host_port
 
@@ -109,7 +109,7 @@ class RendezvousSettings:
 
 def resolve_meeting(
     answers: Answers, environ: Mapping[str, str], start: Path
-) -> tuple[Place, RendezvousSettings | None]:
+) -> tuple[MeetingPlace, RendezvousSettings | None]:
     """Return where the agents meet, and how; None: one node by itself.
 
     Args:
@@ -150,7 +150,7 @@ def resolve_place(
     unsaid = backend == "static" and not answers.is_set("rdzv-backend")
     if unsaid and (answers["rdzv-endpoint"] or not answers["master-addr"]):
         backend = "c10d"
-    place = Place(backend, meetingplace.meeting(answers, backend))
+    place = MeetingPlace(backend, meetingplace.meeting(answers, backend))
     return _settings(answers, place, environ, cwd)
 
 
@@ -189,7 +189,7 @@ def own_address(rendezvous: RendezvousSettings) -> str:
 
 
 def _settings(
-    answers: Answers, place: Place, environ: Mapping[str, str], start: Path
+    answers: Answers, place: MeetingPlace, environ: Mapping[str, str], start: Path
 ) -> RendezvousSettings:
     conf = answers[_CONF]
     default = 900.0 if place.backend == "static" else 600.0  # torchrun's, both

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import click
 
-from elaunch.cli.duration import DAY_S, up_to
 from elaunch.cli.run import SPELLINGS, Line, parse
+from elaunch.cli.stop import DAY_S, up_to
 from elaunch.config import checks, command, settings
 from elaunch.config.flags.flag import Answers, collect
 from elaunch.config.flags.table import TABLE
