@@ -22,8 +22,7 @@ agent       signal              signum, group (also the workers' process groups)
                                 workers are meant to end by it), shielded (local ranks in which
                                 SIGTERM does nothing, and which get SIGKILL in its place)
 agent       sweep               round, signum (0: none), grace (s), deadline (s)
-agent       fence               until: kill all workers when it has passed, unless a later comes;
-                                hold (s): stop them then, and kill them that much later
+agent       fence               until: kill all workers when it has passed, unless a later comes
 agent       count_devices       kind, interpreter
 server      ready               problem (text or null), unforkable (why it must not be forked any
                                 more, or "")
@@ -37,7 +36,6 @@ server      swept               round, killed (pids and names), survivors (and
                                 users, or null)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed
-server      held                on (whether all workers have been stopped, or go on)
 server      devices             count (int or null), problem
 ==========  ==================  ==================================================================
 
