@@ -197,12 +197,12 @@ def hang_run(state: State, event: events.HangSeen) -> Decision:
 
 def stacks_run(state: State, _: events.StacksTaken) -> Decision:
     """Stop the workers: what they were doing is known."""
-    return _end_hung(state, "its stacks are taken") if state.taking else NOTHING
+    return _end_hung(state, "stacks captured") if state.taking else NOTHING
 
 
 def _end_hung(state: State, what: str) -> Decision:
     grace, others = state.limits.sibling_grace, workers(len(state.alive))
-    reason = f"the round hangs, {what}; stopping {others}, grace {grace:g} s"
+    reason = f"round hung; {what}; stopping {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
 
 
@@ -212,7 +212,7 @@ def _end_hung(state: State, what: str) -> Decision:
 def due_run(state: State, _: events.DeadlinePassed) -> Decision:
     """End what was waited for: stacks, the save that a notice asks for, the first worker."""
     if state.taking:
-        return _end_hung(state, "its stacks could not be taken in time")
+        return _end_hung(state, "no stacks captured in time")
     if state.notice is not None:
         return requests.overdue(state)
     return _not_started(state, 0, SILENT) if state.began is None else NOTHING
