@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Final
 
-from elaunch.monitor import card
 from elaunch.runs.directory import RunDir
+from elaunch.views import failures
+from elaunch.views.read import read
 
 ANY: Final = r"[\s\S]{0,300}?"
 """What stands for a number, a name, an address, a list of them, or for what is left out."""
@@ -79,8 +80,8 @@ def cards(directory: Path) -> str:
     found = []
     for record in sorted(directory.rglob("elaunch/runs/*/state.json")):
         run = RunDir(record.parent)
-        numbers = run.reports() or [None]
-        found += ["\n".join(card.lines(card.read(run, number))) for number in numbers]
+        shown = (failures.read_cards(read(run), one) for one in run.reports() or [None])
+        found += ["\n".join(failures.lines(cards)) for cards in shown]
     return "\n".join(found)
 
 

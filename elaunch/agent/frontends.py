@@ -48,7 +48,7 @@ from elaunch.config.values import Moment
 from elaunch.errors import RunDirError
 from elaunch.runs import verdict
 from elaunch.runs.pace import StepRate
-from elaunch.runs.record import Record, lasted
+from elaunch.runs.record import Record
 from elaunch.text import duration
 
 CLOCK_S: Final = 10.0
@@ -92,11 +92,11 @@ def _alive(context: RunContext) -> dict[str, object]:
 
 
 def _metrics(context: RunContext) -> str:
-    from elaunch.runs.prometheus import RunReading, render
+    from elaunch.runs.job import Job
+    from elaunch.runs.prometheus import render
 
     record = cast("Record", context.record.snapshot())
-    seconds = lasted(record, time.time())
-    return render([RunReading(context.run_dir.path.name, record, record["state"], seconds)])
+    return render([Job(context.run_dir, record, record["state"], None, "answers", time.time())])
 
 
 def start(

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 import click
 
 from elaunch.errors import CheckpointError, UsageError
-from elaunch.monitor.page import show as print_page
 from elaunch.text import block
+from elaunch.views.layout import show as print_page
 
 if TYPE_CHECKING:
     from elaunch.monitor.checkpointview import ListedCheckpoint, Listing

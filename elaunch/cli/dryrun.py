@@ -16,9 +16,9 @@ from elaunch.config import Settings
 from elaunch.config.checks import NO_FILES
 from elaunch.errors import UsageError
 from elaunch.hosts import LOOPBACK
-from elaunch.monitor import page
-from elaunch.monitor.page import Cell, Column, Fields, Paragraph, Table
 from elaunch.text import HIDDEN, arguments, count, is_secret, one_line
+from elaunch.views import layout as page
+from elaunch.views.layout import Cell, Column, Fields, Paragraph, Table
 
 _PER_RANK = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK"),

@@ -18,7 +18,7 @@ from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
     from elaunch.config.rendezvous import RendezvousSettings
-    from elaunch.monitor.jobreader import JobAgents
+    from elaunch.views.store import JobStore
 
 HELP: Final = {
     "rdzv-backend": "Show a job on all its nodes, as the store where they meet has it.",
@@ -60,7 +60,7 @@ def given(place: Mapping[str, Any], run: str | None) -> dict[str, str]:
 def jobs(line: Mapping[str, str]) -> tuple[RendezvousSettings, Sequence[str]]:
     """Return the store and the run id that is given, or those that it has; UsageError for none."""
     from elaunch.config.rendezvous import resolve_place, resolve_run_id
-    from elaunch.monitor.jobreader import no_job, run_ids
+    from elaunch.views.store import no_job, run_ids
 
     try:
         cwd = Path.cwd()
@@ -73,12 +73,15 @@ def jobs(line: Mapping[str, str]) -> tuple[RendezvousSettings, Sequence[str]]:
     return rendezvous, ids
 
 
-def agents(line: Mapping[str, str], stack: ExitStack) -> JobAgents:
+def agents(line: Mapping[str, str], stack: ExitStack) -> JobStore:
     """Return the agents of the job; UsageError where the store has several and none is named."""
-    from elaunch.monitor.jobreader import JobAgents
     from elaunch.text import listed
+    from elaunch.views.store import JobStore
 
     rendezvous, ids = jobs(line)
     if len(ids) > 1:
         raise UsageError(f"the store has several jobs: name one by --rdzv-id: {listed(ids)}")
-    return stack.enter_context(closing(JobAgents(rendezvous, ids[0])))
+    store = stack.enter_context(closing(JobStore(rendezvous, ids[0])))
+    if (job := store.read()).empty:
+        raise UsageError(f"nothing of the job {store.name} is left in {job.place}")
+    return store

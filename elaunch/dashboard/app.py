@@ -53,19 +53,20 @@ from starlette.routing import Route
 
 from elaunch.dashboard.guard import CONTROL
 from elaunch.errors import ElaunchError, UsageError
-from elaunch.monitor import card, checkpointtarget, nodeviews
+from elaunch.monitor import checkpointtarget, nodeviews
 from elaunch.monitor.checkpointview import document
-from elaunch.monitor.document import list_document
 from elaunch.monitor.logfiles import Choice, parse_ranks
 from elaunch.monitor.screen.curves import Axis, MetricsReader, nodes_of
 from elaunch.monitor.screen.logtail import LogFilter, RunLogs, newer, search
-from elaunch.monitor.screen.summary import BAD, RunReader
-from elaunch.monitor.standing import overview, read_standing
 from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle, is_live
+from elaunch.runs.job import BAD
 from elaunch.runs.logtree import STREAMS
 from elaunch.runs.statedir import roots, subdirectories
-from elaunch.training.metrics.reading import csv_text, read
+from elaunch.training.metrics import reading
+from elaunch.views import json as documents
+from elaunch.views.failures import read_card
+from elaunch.views.read import RunReader, read, read_all
 
 STATIC: Final = Path(__file__).parent / "static"
 TYPES: Final = {
@@ -103,6 +104,11 @@ class _LastUsed(Generic[T]):
             return made
 
 
+def _screen_of(run: RunDir) -> Callable[[], dict[str, Any]]:
+    reader = RunReader(run, screen=True)
+    return lambda: documents.screen(reader.read())
+
+
 def _read_stacks(run: RunDir) -> dict[str, Any]:
     taken = {"taken_at": time.time(), "every_s": STACKS_S}
     return {**nodeviews.stacks_of(run, ()).to_dict(), **taken}
@@ -127,7 +133,7 @@ class Dashboard:
         self._key = key
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._runs_feed = Feed(self._read_runs)
-        self._feed_of = _LastUsed(lambda run: Feed(RunReader(run).read))
+        self._feed_of = _LastUsed(lambda run: Feed(_screen_of(run)))
         self._stacks_of = _LastUsed(lambda run: Feed(partial(_read_stacks, run), STACKS_S))
         self._metrics_of = _LastUsed(lambda run: MetricsReader(run, environ))
         self._logs_of = _LastUsed(lambda run: RunLogs(run, environ))
@@ -209,30 +215,28 @@ class Dashboard:
         return await self._watched(request, self._runs_feed, self._read_runs)
 
     def _read_runs(self) -> dict[str, Any]:
-        standings = overview(self._environ, everything=True)
-        if self._first is not None and self._first.path not in {of.run.path for of in standings}:
-            standings = (read_standing(self._first), *standings)
-        listed = list_document(standings)
-        ids = Counter(row["run_id"] for row in listed)
-        rows = zip(listed, standings, strict=True)
+        jobs = read_all(self._environ, everything=True)
+        if self._first is not None and self._first.path not in {job.run.path for job in jobs}:
+            jobs = (read(self._first), *jobs)
+        ids = Counter(job.run_id for job in jobs)
         runs = [
             {
                 **row,
-                "key": of.run.path.name,
-                "name_shown": row["run_id"] if ids[row["run_id"]] == 1 else handle(of.run),
-                "live": of.live,
-                "bad": of.state in BAD,
-                "awaited": of.record.get("awaited") if of.record and of.live else None,
+                "key": job.run.path.name,
+                "name_shown": job.run_id if ids[job.run_id] == 1 else handle(job.run),
+                "live": job.live,
+                "bad": job.state in BAD,
+                "awaited": job.record.get("awaited") if job.record and job.live else None,
             }
-            for row, of in rows
+            for row, job in zip(documents.listed(jobs), jobs, strict=True)
         ]
         first = self._first.path.name if self._first else None
-        read_at = standings[0].taken_at if standings else None
+        read_at = jobs[0].read_at if jobs else None
         return {"runs": runs, "first": first, "read_at": read_at}
 
     async def _run(self, request: Request) -> Response:
         run = self._named(request.query_params)
-        return await self._watched(request, self._feed_of(run), RunReader(run).read)
+        return await self._watched(request, self._feed_of(run), _screen_of(run))
 
     async def _stacks(self, request: Request) -> Response:
         """Ask the job at most once in STACKS_S, whoever asks here."""
@@ -249,7 +253,7 @@ class Dashboard:
         return StreamingResponse(feed.events(self.closing), media_type=STREAM)
 
     def _failures(self, run: RunDir, query: Mapping[str, str]) -> Any:
-        cards = (card.read_card(run, number) for number in run.reports())
+        cards = (read_card(run, number) for number in run.reports())
         return [
             {"round": each.round, "text": each.text, "problem": each.problem, "card": each.document}
             for each in cards
@@ -265,10 +269,14 @@ class Dashboard:
         return {"curves": self._metrics_of(run).curves(name, axis, ranks, first, last)}
 
     def _csv(self, run: RunDir, query: Mapping[str, str]) -> Response:
-        rows = [row for row in read(nodes_of(run, self._environ)).rows if not row.superseded]
+        rows = [
+            row for row in reading.read(nodes_of(run, self._environ)).rows if not row.superseded
+        ]
         named = f'attachment; filename="{quote(run.path.name)}.csv"'
         return StreamingResponse(
-            csv_text(rows, False), media_type="text/csv", headers={"content-disposition": named}
+            reading.csv_text(rows, False),
+            media_type="text/csv",
+            headers={"content-disposition": named},
         )
 
     async def _logs(self, request: Request) -> Response:
@@ -311,12 +319,8 @@ class Dashboard:
         return {"done": nodeviews.asked(run, {"op": op, "reason": "elaunch dashboard"}, VERBS[op])}
 
     async def _prometheus(self, request: Request) -> Response:
-        found = await asyncio.to_thread(overview, self._environ)
-        readings = (
-            prometheus.RunReading(one.run.path.name, one.record, one.state, one.duration_s)
-            for one in found
-        )
-        return Response(prometheus.render(readings), media_type=prometheus.CONTENT_TYPE)
+        page = prometheus.render(await asyncio.to_thread(read_all, self._environ))
+        return Response(page, media_type=prometheus.CONTENT_TYPE)
 
     async def _healthz(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -39,11 +39,12 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from elaunch import __version__
 from elaunch.errors import UsageError
-from elaunch.monitor.standing import Standing, overview, read_standing
 from elaunch.runs.directory import RunDir
-from elaunch.runs.prometheus import FAMILIES, RunReading, samples
+from elaunch.runs.job import Job
+from elaunch.runs.prometheus import FAMILIES, samples
 from elaunch.runs.record import Record
 from elaunch.text import duration, one_line
+from elaunch.views.read import read, read_all
 
 EVERY: Final = "OTEL_METRIC_EXPORT_INTERVAL"
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -64,9 +65,9 @@ def export(environ: Mapping[str, str], run: RunDir | None, warn: Callable[[str],
     collector = Collector(since=0.0 if run is not None else time.time())
     silent = False
     while True:
-        standings = overview(environ) if run is None else (read_standing(run),)
-        why = collector.send(standings)
-        goes_on = run is None or standings[0].live
+        jobs = read_all(environ) if run is None else (read(run),)
+        why = collector.send(jobs)
+        goes_on = run is None or jobs[0].live
         if why and not silent:
             again = f"; it is sent again every {duration(every)}" if goes_on else ""
             fix = f"start one there, or have {ENDPOINT} name another"
@@ -142,15 +143,14 @@ class Collector:
         self._since = since
         self._sent: set[int] = set()
 
-    def send(self, standings: Iterable[Standing]) -> str:
+    def send(self, jobs: Sequence[Job]) -> str:
         """Send metrics and new spans; return "", or why something was not taken."""
-        found = tuple(standings)
-        if self._metrics.export(self._measured(found)) is not MetricExportResult.SUCCESS:
+        if self._metrics.export(self._measured(jobs)) is not MetricExportResult.SUCCESS:
             return self._session.why or UNSENT
         spans = {
             span.context.span_id: span
-            for one in found
-            for span in self._spans_of(one)
+            for job in jobs
+            for span in self._spans_of(job)
             if span.context is not None and (span.end_time or 0) >= self._since * 1e9
         }
         new = [span for span_id, span in spans.items() if span_id not in self._sent]
@@ -159,29 +159,28 @@ class Collector:
         self._sent.update(spans)
         return ""
 
-    def _measured(self, standings: Iterable[Standing]) -> MetricsData:
+    def _measured(self, jobs: Sequence[Job]) -> MetricsData:
         now = time.time_ns()
         points: dict[str, list[NumberDataPoint]] = {}
-        for one in standings:
-            reading = RunReading(one.run.path.name, one.record, one.state, one.duration_s)
-            for name, labels, value in samples(reading):
+        for job in jobs:
+            for name, labels, value in samples(job):
                 point = NumberDataPoint(dict(labels), 0, now, float(value))
                 points.setdefault(name, []).append(point)
         metrics = [Metric(name, FAMILIES[name], "", Gauge(found)) for name, found in points.items()]
         scopes = [ScopeMetrics(_SCOPE, metrics, "")]
         return MetricsData([ResourceMetrics(self._resource, scopes, "")])
 
-    def _spans_of(self, standing: Standing) -> Iterator[ReadableSpan]:
+    def _spans_of(self, job: Job) -> Iterator[ReadableSpan]:
         """Yield the spans of what has ended: rounds, and the run."""
-        record = standing.record
+        record = job.record
         if record is None:
             return
         try:
-            failed = set(standing.run.reports())
+            failed = set(job.run.reports())
         except OSError:
             return  # it was pruned
         after = [each["reason"] for each in record["history"][1:]]
-        for each, why in zip(record["history"], [*after, standing.reason], strict=False):
+        for each, why in zip(record["history"], [*after, job.reason], strict=False):
             if each["ended_at"] is not None:
                 yield self._span(
                     record,
@@ -192,13 +191,13 @@ class Collector:
                     recovery_s=each["recovery_s"],
                     resumed_step=each["resumed_step"],
                 )
-        if not standing.live and record["ended_at"] is not None:
+        if not job.live and record["ended_at"] is not None:
             yield self._span(
                 record,
                 "run",
                 (record["started_at"], record["ended_at"]),
-                error=None if standing.state in FINE else standing.reason or standing.state,
-                state=standing.state,
+                error=None if job.state in FINE else job.reason or job.state,
+                state=job.state,
                 exit_code=record["exit_code"],
                 restarts=record["restarts"]["used"],
             )

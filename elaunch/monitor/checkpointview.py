@@ -31,13 +31,13 @@ from elaunch.checkpoint.search.latest import verify_candidate
 from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.errors import CheckpointError
-from elaunch.monitor.page import NOTHING, Cell, Column, Fields, Page, Paragraph, Part, Table
 from elaunch.text import date, duration, one_line, size
+from elaunch.views.layout import NOTHING, Cell, Column, Fields, Page, Paragraph, Part, Table
 
 METRICS_SHOWN: Final = 4
 FILES_SHOWN: Final = 200
 
-# The colours of ``elaunch status`` (elaunch.monitor.page) for the states shown here.
+# The colours of ``elaunch status`` (elaunch.views.layout) for the states shown here.
 _COLOURS: Final = {
     "committed": "finished",
     "complete": "finished",

@@ -28,7 +28,7 @@ from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arri
 from elaunch.runs.record import FINAL_STATES, Record
 
 if TYPE_CHECKING:
-    from elaunch.monitor.jobreader import JobAgents
+    from elaunch.views.store import JobStore
 
 PAUSE_S: Final = 0.2
 MOST_RANKS: Final = 1_000_000
@@ -113,7 +113,7 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
     return _meant(found, chosen, f"run {name} has logs here of node")
 
 
-def nodes_of_job(job: JobAgents, chosen: str | None) -> list[LogNode]:
+def nodes_of_job(job: JobStore, chosen: str | None) -> list[LogNode]:
     """Return the nodes of a job in a store, whose agents read their files."""
     found, first = [], 0
     for rank, node in enumerate(job.nodes):
@@ -178,7 +178,7 @@ def _elsewhere(run: RunDir, own: Record, known: Sequence[LogNode]) -> list[LogNo
     return found
 
 
-def _left_out(run: RunDir | JobAgents, known: Sequence[LogNode]) -> str:
+def _left_out(run: RunDir | JobStore, known: Sequence[LogNode]) -> str:
     """Return which nodes' logs cannot be had here, since no agent is there to ask, or ""."""
     if not isinstance(run, RunDir):
         return ""
@@ -294,7 +294,7 @@ class Reader:
 
     def __init__(
         self,
-        run: RunDir | JobAgents,
+        run: RunDir | JobStore,
         nodes: Sequence[LogNode],
         choice: Choice,
         warn: Callable[[str], object] = lambda text: None,

@@ -2,7 +2,7 @@
 
 Stacks, workers and log files of other nodes: the agent of this node is asked, which asks the others
 (``elaunch.agent.status.views``). From a machine without one the agents are asked at the addresses
-that the store has where they meet, as they ask each other (elaunch.monitor.jobreader). And that the
+that the store has where they meet, as they ask each other (elaunch.views.store). And that the
 job stop, be preempted, or begin another round: docs/status.md and docs/preemption.md.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,26 +20,19 @@ import msgspec
 
 from elaunch import text
 from elaunch.agent.hangs.stackdump import StackGroup, joined
-from elaunch.errors import ElaunchError, UsageError
-from elaunch.monitor.snapshot import PATIENCE_S, NodeReading, RunView, WorkerView
+from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.identity import SUSPENDED, WorkerRecord, condition
-from elaunch.runs.record import AwaitedRecord, ProgressRecord, Record
-from elaunch.runs.usage import Usage
+from elaunch.runs.identity import SUSPENDED, condition
+from elaunch.runs.record import Record
 from elaunch.wire import control
-from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S, WORKERS_S
+from elaunch.wire.control import LOGS_S, MOST_BYTES, PROFILE_S, STACKS_S
 
 ANSWER_S: Final = 15.0
 """Seconds for the agent to answer; it serves one client after the other, each in a few seconds."""
 
-MOST_ASKED: Final = 16
-"""Nodes that a screen asks at a time for their workers; each comes in its turn."""
-FIRST_ASKED: Final = 256
-"""Nodes that are asked the first time: all that a command shows which reads once."""
-
 
 class Asked(Protocol):
-    """A job whose agents are asked without one on this machine (elaunch.monitor.jobreader)."""
+    """A job whose agents are asked without one on this machine (elaunch.views.store)."""
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
         """Return what each node answers, by node rank."""
@@ -253,100 +244,3 @@ class RemoteTree:
         if "error" in answer:
             raise ConnectionError(answer["error"])
         return answer
-
-
-class _Workers(msgspec.Struct):
-    round: int
-    workers: list[WorkerRecord]
-    usage: list[Usage | None]
-    progress: ProgressRecord | None = None
-    awaited: AwaitedRecord | None = None
-
-
-@dataclass
-class RemoteWorkers:
-    """The workers of a run's other nodes, as their agents have answered last.
-
-    The agents are asked in a thread, so that one that does not answer holds up no screen; of many
-    nodes those that were asked longest ago, MOST_ASKED at a time, the first time FIRST_ASKED.
-    """
-
-    run: RunDir
-    _answers: dict[int, tuple[float, _Workers]] = field(default_factory=dict)
-    _problems: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By node the round in which it was asked last, and what was wrong then, or ""."""
-    _asked: dict[int, float] = field(default_factory=dict)
-    _thread: threading.Thread | None = None
-
-    def complete(
-        self, view: RunView, wanted: Collection[int] | None = None, patience: float = PATIENCE_S
-    ) -> RunView:
-        """Return ``view`` with what is known of the run's other nodes after ``patience`` seconds.
-
-        ``wanted`` nodes are asked, all where it is None, and those with a problem, which may be
-        over; none while the agent here, through which they are asked, does not answer.
-        """
-        record, own = view.record, view.record.get("node_rank")
-        nodes, now = record.get("nodes") or [], record["round"]
-        others = [number for number in range(len(nodes)) if number != own]
-        asked = [
-            number
-            for number in others
-            if wanted is None or number in wanted or self._problem(number, now)
-        ]
-        silent = ""
-        if view.standing.agent != "answers":
-            silent = "the agent of this node, which asks it, does not answer"
-        elif asked and own is not None and (self._thread is None or not self._thread.is_alive()):
-            asked.sort(key=lambda number: self._asked.get(number, 0.0))
-            asked = asked[: MOST_ASKED if self._asked else FIRST_ASKED]
-            self._thread = threading.Thread(
-                target=self._ask, args=(asked, now), name="nodes", daemon=True
-            )
-            self._thread.start()
-            self._thread.join(patience)
-        hosts = [str(node["host"]) for node in nodes]
-        return replace(
-            view,
-            others=tuple(self._reading(number, hosts[number], now, silent) for number in others),
-        )
-
-    def _problem(self, number: int, now: int) -> str:
-        """Return what is wrong with a node in the round of ``now``, as far as is known, or ""."""
-        of, problem = self._problems.get(number, (now, ""))
-        return problem if of == now else ""
-
-    def _ask(self, nodes: list[int], now: int) -> None:
-        self._asked |= dict.fromkeys(nodes, time.monotonic())
-        new = [number for number in nodes if number not in self._answers]
-        self._problems |= dict.fromkeys(new, (now, "it has not answered yet"))
-        try:
-            found = ask(self.run, {"of": "workers", "nodes": nodes}, WORKERS_S)
-        except (ElaunchError, OSError) as error:
-            self._problems |= dict.fromkeys(nodes, (now, str(error)))
-            return
-        for number in nodes:
-            answer = found.get(number, {"error": "it is not in the round that runs"})
-            problem = str(answer.get("error", ""))
-            if not problem:
-                try:
-                    shown = msgspec.convert(answer, _Workers)
-                    self._answers[number] = time.monotonic(), shown
-                    problem = f"it is in round {shown.round}" * (shown.round != now)
-                except msgspec.ValidationError as error:
-                    problem = f"its answer is not understood: {error}"
-            self._problems[number] = now, problem
-
-    def _reading(self, number: int, host: str, now: int, silent: str) -> NodeReading:
-        problem = silent or self._problem(number, now)
-        if (known := self._answers.get(number)) is None:
-            return NodeReading(number, host, problem=problem)
-        at, answer = known
-        if answer.round != now:
-            # Its workers are of another round: nothing is known of those of this one.
-            return NodeReading(number, host, problem=problem)
-        rows = zip(answer.workers, answer.usage, strict=False)
-        workers = tuple(WorkerView(one, one["state"], used) for one, used in rows)
-        progress = tuple(answer.progress["workers"]) if answer.progress else ()
-        age = time.monotonic() - at
-        return NodeReading(number, host, workers, progress, age, problem, answer.awaited)

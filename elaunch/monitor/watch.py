@@ -10,20 +10,11 @@ import errno
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from elaunch.monitor.document import list_document, run_document
-from elaunch.monitor.page import Page
-from elaunch.monitor.runpage import list_page, run_page
-from elaunch.monitor.snapshot import PATIENCE_S, RunView, take
-from elaunch.monitor.standing import overview
-from elaunch.runs.directory import RunDir
-from elaunch.runs.usage import Measurement
-
-if TYPE_CHECKING:
-    from elaunch.monitor.nodeviews import RemoteWorkers
+from elaunch.views.layout import Page
 
 
 @dataclass(frozen=True)
@@ -34,46 +25,9 @@ class WatchReading:
     document: Any
     gist: object
     live: bool
-    measurements: Mapping[int, Measurement] = field(default_factory=dict)
 
 
 Read = Callable[[WatchReading | None], WatchReading]
-
-
-def run_reader(run: RunDir) -> Read:
-    """Return what reads one run; CPU is measured from one reading to the next."""
-
-    others: RemoteWorkers | None = None
-
-    def read(last: WatchReading | None) -> WatchReading:
-        nonlocal others
-        view = take(run, last.measurements if last else None)
-        if view.has_others:
-            from elaunch.monitor.nodeviews import RemoteWorkers
-            from elaunch.wire.control import WORKERS_S
-
-            others = others or RemoteWorkers(run)
-            patience = WORKERS_S if last is None else PATIENCE_S
-            view = others.complete(view, patience=patience)
-        return WatchReading(
-            run_page(view), run_document(view), _gist(view), view.standing.live, view.measurements
-        )
-
-    return read
-
-
-def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
-    """Return what reads all runs."""
-
-    def read(last: WatchReading | None) -> WatchReading:
-        standings = overview(environ, everything)
-        gist = tuple(
-            (s.run, s.state, s.agent, s.reason, s.record and s.record["round"]) for s in standings
-        )
-        live = any(standing.live for standing in standings)
-        return WatchReading(list_page(standings, everything), list_document(standings), gist, live)
-
-    return read
 
 
 def pause(seconds: float) -> None:
@@ -114,20 +68,3 @@ def changes(readings: Iterator[WatchReading]) -> Iterator[WatchReading]:
         if last is None or reading.gist != last.gist:
             yield reading
         last = reading
-
-
-def _gist(view: RunView) -> object:
-    standing, record = view.standing, view.record
-    workers = tuple((w.record["pid"], w.state, w.record["exit"]) for w in view.workers)
-    latest = view.latest and (view.latest.path, view.latest.step)
-    restarts = tuple(record["restarts"].items())
-    return (
-        standing.state,
-        standing.agent,
-        standing.reason,
-        record["round"],
-        restarts,
-        workers,
-        latest,
-        "awaited" in record,
-    )

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from msgspec import Struct
-
 from elaunch.runs import verdict
-from elaunch.runs.record import LIVE_STATES, LatenessRecord, Record, TimingRecord
+from elaunch.runs.job import Job
+from elaunch.runs.record import LatenessRecord, Record, TimingRecord
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,20 +40,11 @@ FAMILIES: Final = {
 Sample = tuple[str, Mapping[str, str], float]
 
 
-class RunReading(Struct, frozen=True):
-    """How a run stands: the name of its directory, its record if it has one, its state."""
-
-    key: str
-    record: Record | None
-    state: str
-    duration_s: float | None
-
-
-def render(readings: Iterable[RunReading]) -> str:
+def render(jobs: Iterable[Job]) -> str:
     """Return the page that is scraped."""
     written: dict[str, list[str]] = {name: [] for name in FAMILIES}
-    for reading in readings:
-        for name, labels, value in samples(reading):
+    for job in jobs:
+        for name, labels, value in samples(job):
             text = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             written[name].append(f"{name}{{{text}}} {value:.17g}")
     lines = []
@@ -68,19 +58,19 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def samples(reading: RunReading) -> Iterator[Sample]:
+def samples(job: Job) -> Iterator[Sample]:
     """Yield what the page has of a run: names of FAMILIES, labels, values."""
-    for name, labels, value in _samples(reading):
-        yield name, {"run": reading.key, **labels}, value
+    for name, labels, value in _samples(job):
+        yield name, {"run": job.run.path.name, **labels}, value
 
 
-def _samples(reading: RunReading) -> Iterator[Sample]:
-    record = reading.record
+def _samples(job: Job) -> Iterator[Sample]:
+    record = job.record
     run_id = {"run_id": record["run_id"], "name": record["name"]} if record else {}
-    yield "elaunch_run_state", {**run_id, "state": reading.state}, 1
-    yield "elaunch_run_live", {}, reading.state in LIVE_STATES
-    if reading.duration_s is not None:
-        yield "elaunch_run_duration_seconds", {}, reading.duration_s
+    yield "elaunch_run_state", {**run_id, "state": job.state}, 1
+    yield "elaunch_run_live", {}, job.live
+    if job.duration_s is not None:
+        yield "elaunch_run_duration_seconds", {}, job.duration_s
     if record is not None:
         yield from _recorded(record)
 

@@ -120,7 +120,7 @@ class TopApp(App[None]):
                 spent = time.process_time() - began
                 self._full_at = time.monotonic() + (0.0 if unread else max(EVERY_S, SHARE * spent))
             else:
-                recent = await in_thread(partial(self._reader.recent, key, known.summary))
+                recent = await in_thread(partial(self._reader.recent, key, known.job))
                 self._reading = replace(known, recent=recent)
                 self._show_chosen()
             try:
@@ -137,12 +137,13 @@ class TopApp(App[None]):
         few = sum(len(node.ranks) for node in reading.nodes) <= FEW_RANKS
         unread = False
         for node in reading.nodes:
-            if (node.number,) not in self._seen:
-                self._seen.add((node.number,))
-                here = node.here and len(node.ranks) <= FEW_RANKS
+            key = (node.seen.number,)
+            if key not in self._seen:
+                self._seen.add(key)
+                here = node.seen.here and len(node.ranks) <= FEW_RANKS
                 if few or here or node.level == 2:
-                    self._opened.add((node.number,))
-                    unread |= not node.here
+                    self._opened.add(key)
+                    unread |= not node.seen.here
         return unread
 
     def _show(self) -> None:
@@ -150,7 +151,7 @@ class TopApp(App[None]):
         if reading is None:
             return
         self._header.update(pages.header(reading))
-        self._tree.show(rows(reading.summary, reading.nodes, self._opened, self._needle))
+        self._tree.show(rows(reading.job, reading.nodes, self._opened, self._needle))
         self._show_chosen()
 
     def _show_chosen(self) -> None:
@@ -221,9 +222,9 @@ class TopApp(App[None]):
         """Show the log of what is chosen."""
         row, reading = self._tree.row, self._reading
         if row is not None and reading is not None:
-            own = reading.summary.get("node_rank") or 0
+            own = pages.own_node(reading.job)
             name = row.name if row.key else f"{row.name}, node {own}"
-            page = self._reader.log(row.key, reading.summary)
+            page = self._reader.log(row.key, reading.job)
             self._page(f"log of {name}", page.read, once=False)
 
     def action_stacks(self) -> None:

@@ -11,24 +11,26 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from elaunch.errors import ElaunchError
-from elaunch.monitor import card
 from elaunch.monitor.logfiles import Choice
 from elaunch.monitor.nodeviews import stacks_of
-from elaunch.monitor.page import Cell, Fields, Page, Paragraph, Table, Title, styled
-from elaunch.monitor.runpage import run_page
 from elaunch.monitor.screen.curves import MetricsReader
 from elaunch.monitor.screen.logtail import Line, LogFilter, RunLogs, newer, search
-from elaunch.monitor.screen.summary import RunReader
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.runs.job import Job, Worker
 from elaunch.text import block, duration, moment, one_line, size
-from elaunch.top.tree import Key, TreeNode, Worker, nodes
+from elaunch.top.tree import Key, TreeNode, nodes
+from elaunch.views import failures
+from elaunch.views.attention import attention
+from elaunch.views.layout import Cell, Fields, Page, Paragraph, Table, Title, styled
+from elaunch.views.page import run_page
+from elaunch.views.read import RunReader, read
 
 RECENT: Final = 8
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
@@ -60,12 +62,17 @@ Nothing here changes the job. Each view has the time at which it was read.
 class TopReading:
     """One reading of a run; ``page`` is what ``elaunch status`` shows of it."""
 
-    summary: dict[str, Any]
-    workers: Mapping[int, Worker]
+    job: Job
     nodes: list[TreeNode]
     page: Page
+    attention: list[dict[str, str]]
     pace: str
     recent: tuple[Line, ...] | str
+
+
+def own_node(job: Job) -> int:
+    """Return the rank of this machine's node; 0 where it has none."""
+    return (job.record and job.record.get("node_rank")) or 0
 
 
 class TopReader:
@@ -75,7 +82,7 @@ class TopReader:
         self.name = run_id_of(run)
         self._run = run
         self._environ = environ
-        self._summary = RunReader(run)
+        self._reader = RunReader(run, screen=True)
         self._metrics = MetricsReader(run, environ)
         self._logs: dict[str, RunLogs] = {}
 
@@ -85,39 +92,35 @@ class TopReader:
         The workers of ``opened`` nodes are asked for, of all where it is None.
         """
         seen = None if opened is None else {key[0] for key in (*opened, chosen) if key}
-        summary = self._summary.read(seen)
-        view = self._summary.view
-        page = run_page(view) if view else (Paragraph((one_line(summary["reason"]),)),)
-        rows = self._summary.rows
+        job = self._reader.read(seen)
+        page = run_page(job) if job.record else (Paragraph((one_line(job.reason or ""),)),)
         return TopReading(
-            summary=summary,
-            workers={row["rank"]: row for row in rows},
-            nodes=nodes(summary, rows),
+            job=job,
+            nodes=nodes(job),
             page=tuple(part for part in page if not isinstance(part, Table)),
-            pace=self._summary.pace.text(summary["state"] == "RUNNING"),
-            recent=self.recent(chosen, summary),
+            attention=list(attention(job)),
+            pace=self._reader.pace.text(job.state == "RUNNING"),
+            recent=self.recent(chosen, job),
         )
 
-    def recent(self, chosen: Key, summary: Mapping[str, Any]) -> tuple[Line, ...] | str:
+    def recent(self, chosen: Key, job: Job) -> tuple[Line, ...] | str:
         """Return the newest lines of what is chosen, or why there are none."""
         try:
-            logs, wanted = self._wanted(chosen, summary, "")
+            logs, wanted = self._wanted(chosen, job, "")
             return tuple(search(logs, wanted, most=RECENT)[0]["lines"][-RECENT:])
         except (ElaunchError, OSError) as error:
             return str(error)
 
-    def _wanted(
-        self, chosen: Key, summary: Mapping[str, Any], needle: str
-    ) -> tuple[RunLogs, LogFilter]:
+    def _wanted(self, chosen: Key, job: Job, needle: str) -> tuple[RunLogs, LogFilter]:
         # Without a choice the log of this node: those of others take a question to each agent.
-        node = str(chosen[0] if chosen else summary.get("node_rank") or 0)
+        node = str(chosen[0] if chosen else own_node(job))
         logs = self._logs.setdefault(node, RunLogs(self._run, self._environ, node))
         ranks = frozenset(chosen[1:]) or None
         return logs, LogFilter(Choice(ranks=ranks), needle)
 
-    def log(self, chosen: Key, summary: Mapping[str, Any]) -> LogPage:
+    def log(self, chosen: Key, job: Job) -> LogPage:
         """Return the log of what is chosen, to be followed."""
-        return LogPage(lambda needle: self._wanted(chosen, summary, needle))
+        return LogPage(lambda needle: self._wanted(chosen, job, needle))
 
     def stacks(self) -> list[Text]:
         """Return where all ranks are now."""
@@ -125,7 +128,7 @@ class TopReader:
 
     def why(self) -> list[Text]:
         """Return what ``elaunch why`` shows."""
-        return _lines("\n".join(card.lines(card.read(self._run))))
+        return _lines("\n".join(failures.lines(failures.read_cards(read(self._run)))))
 
     def metrics(self, rank: int | None, width: int) -> list[Text]:
         """Return each metric's last value, its curve in ``width`` columns, and its extent."""
@@ -178,12 +181,12 @@ def help_lines() -> list[Text]:
 
 def header(reading: TopReading) -> Text:
     """Return the line above everything: which run, and when it was read."""
-    summary = reading.summary
+    job = reading.job
     text = Text(no_wrap=True, overflow="ellipsis").append("elaunch top", "bold")
-    text.append(f"  read at {moment(summary['read_at'], time.time())}")
+    text.append(f"  read at {moment(job.read_at, time.time())}")
     if reading.pace:
         text.append(f"  {reading.pace}", "cyan")
-    if (share := verdict.goodput(summary)) is not None:
+    if (share := verdict.goodput(job.record or {})) is not None:
         text.append(f"  goodput {100 * share:.1f} %")
     return text
 
@@ -198,8 +201,8 @@ def detail(reading: TopReading, chosen: Key, width: int) -> RenderableType:
         parts = reading.page
     first, rest = _halves(parts)
     shown: list[RenderableType] = [styled(first, width)]
-    items = list(reading.summary["attention"]) or _unanswered(reading.nodes)
-    if not chosen or reading.summary["attention"]:
+    items = reading.attention or _unanswered(reading.nodes)
+    if not chosen or reading.attention:
         shown += ["", _attention(items, width)]
     shown += ["", _recent(reading.recent)]
     if rest:
@@ -215,7 +218,9 @@ def _halves(parts: Page) -> tuple[Page, Page]:
 
 def _unanswered(found: Sequence[TreeNode]) -> list[dict[str, str]]:
     """Return the first nodes that do not answer, as what needs attention."""
-    silent = [f"node {node.number} {node.host}: {node.note}" for node in found if node.note]
+    silent = [
+        f"node {one.number} {one.host}: {one.note}" for node in found if (one := node.seen).note
+    ]
     return [{"level": "warn", "title": title, "detail": ""} for title in silent[:3]]
 
 
@@ -243,45 +248,45 @@ def _recent(lines: tuple[Line, ...] | str) -> RenderableType:
 
 
 def _node_page(reading: TopReading, number: int) -> Page:
-    node = next((one for one in reading.nodes if one.number == number), None)
+    node = next((one for one in reading.nodes if one.seen.number == number), None)
     if node is None:
         return (Paragraph((f"node {number} is not in this round",)),)
-    known = [worker for _, _, worker in node.ranks if worker]
-    cpu = sum(worker["tree_cpu_percent"] or 0.0 for worker in known)
-    memory = sum(worker["tree_rss_bytes"] or 0 for worker in known)
-    facts = [("host", one_line(node.host)), ("ranks", str(len(node.ranks)))]
-    if node.note:
-        facts.append(("", node.note))
-    if known:
-        facts += [("cpu", f"{cpu:.0f} % of a core"), ("memory", size(memory))]
+    used = [worker.usage for _, _, worker in node.ranks if worker and worker.usage]
+    facts = [("host", one_line(node.seen.host)), ("ranks", str(len(node.ranks)))]
+    if node.seen.note:
+        facts.append(("", node.seen.note))
+    if any(worker for _, _, worker in node.ranks):
+        facts.append(("cpu", f"{sum(one.tree_cpu_percent for one in used):.0f} % of a core"))
+        facts.append(("memory", size(sum(one.tree_rss for one in used))))
     return (Title(f"node {number}", Cell(""), ""), Fields(tuple(facts)))
 
 
 def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
-    worker = reading.workers.get(rank)
-    note = next((node.note for node in reading.nodes if node.number == number), "")
+    node = next((one for one in reading.nodes if one.seen.number == number), None)
+    worker = next((one[2] for one in node.ranks if one[1] == rank), None) if node else None
+    note = node.seen.note if node else ""
     if worker is None:
         text = f"node {number}: {note or 'it has not been asked yet'}"
         return (Title(f"rank {rank}", Cell(""), ""), Paragraph((text,)))
-    state = Cell(worker["state"], worker["state"])
     facts = [(name, one_line(text)) for name, text in _rank_facts(worker) if text]
     if note:
         facts.append(("", note))
-    title = Title(f"rank {rank}", state, f"node {number}, local rank {worker['local_rank']}")
+    where = f"node {number}, local rank {worker.record['local_rank']}"
+    title = Title(f"rank {rank}", Cell(worker.state, worker.state), where)
     return (title, Fields(tuple(facts)))
 
 
 def _rank_facts(worker: Worker) -> Iterator[tuple[str, str]]:
-    yield "ended", worker["exit"] or ""
-    yield "step", "" if worker["step"] is None else str(worker["step"])
-    yield "last call", worker["doing"]
-    yield "status", worker.get("status") or ""
-    yield "silent for", "" if worker["silent_s"] is None else duration(worker["silent_s"])
-    if worker["cpu_percent"] is not None:
-        yield "cpu", f"{worker['cpu_percent']:.0f} %, tree {worker['tree_cpu_percent']:.0f} %"
-        yield "memory", f"{size(worker['rss_bytes'])}, tree {size(worker['tree_rss_bytes'])}"
-        yield "threads", str(worker["threads"])
-    yield "pid", str(worker["pid"] or "")
+    yield "ended", worker.record["exit"] or ""
+    yield "step", "" if worker.step is None else str(worker.step)
+    yield "last call", worker.doing
+    yield "status", worker.progress["status"] if worker.progress else ""
+    yield "silent for", "" if worker.silent_s is None else duration(worker.silent_s)
+    if (used := worker.usage) is not None:
+        yield "cpu", f"{used.cpu_percent:.0f} %, tree {used.tree_cpu_percent:.0f} %"
+        yield "memory", f"{size(used.rss)}, tree {size(used.tree_rss)}"
+        yield "threads", str(used.threads)
+    yield "pid", str(worker.record["pid"] or "")
 
 
 def _metric_line(name: tuple[str, str], points: Sequence[tuple[float, float]], width: int) -> Text:

@@ -27,9 +27,9 @@ from textual.strip import Strip
 from textual.widgets import Footer, Input, RichLog, Static
 
 from elaunch.errors import ElaunchError
-from elaunch.monitor.page import STYLES
 from elaunch.text import moment, one_line
 from elaunch.top.tree import JOB, Key, TreeRow
+from elaunch.views.layout import STYLES
 
 MARKS = {2: ("✗ ", "bold red"), 1: ("! ", "yellow"), 0: ("  ", "")}
 STATE_WIDTH = 11

@@ -7,8 +7,9 @@ import signal
 
 import pytest
 
-from elaunch.monitor import card
 from elaunch.runs.directory import RunDir
+from elaunch.views import failures
+from elaunch.views.read import read
 from tests.integration.jobs import ACT
 from tests.integration.nodes import (
     DEADLINE,
@@ -114,10 +115,10 @@ def test_the_same_failure_ends_the_job(cluster: Build) -> None:
         assert any(why in line for line in said(agent))
     # Each node's directory says why: node 1 had the failure before, the last was elsewhere.
     runs = [RunDir(job.machines[number].state / "elaunch" / "runs" / "job") for number in (1, 2)]
-    here, there = (card.read(run) for run in runs)
+    here, there = (failures.read_cards(read(run)) for run in runs)
     assert here.card is not None and (here.card.round, there.elsewhere) == (0, None)
     assert here.elsewhere is not None and here.elsewhere["round"] == 1
-    shown = "\n".join(card.lines(here))
+    shown = "\n".join(failures.lines(here))
     assert shown.index("another node:\nrank 1 (local_rank 0") < shown.index("rank 0 (local_rank 0")
     follows = here.card.document and here.card.document["follows"]
     assert follows == {"round": 1, "resumed_step": None, "checkpoint": None}

@@ -6,12 +6,11 @@ import os
 
 import pytest
 
+from elaunch.cli.views.status import list_reader, run_reader
 from elaunch.monitor.watch import (
     WatchReading,
     changes,
-    list_reader,
     require_reader,
-    run_reader,
     watch,
 )
 from tests.monitor.conftest import Play

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
+from elaunch.runs.directory import RunDir
+from elaunch.runs.job import Job, NodeSeen, Worker
+from elaunch.runs.record import new_worker
 from elaunch.top.pages import TopReading, detail
 from elaunch.top.tree import JOB, TreeNode, document, nodes, rows
+from tests.monitor.played_agent import new_record
 
 
-def summary(slots: int, hosts: list[str], here: int = 0, **more: Any) -> dict[str, Any]:
-    """Return a summary of nodes with so many slots each."""
-    grid = [
-        {"node": n, "host": host, "first": n * slots, "slots": slots, "here": n == here, "note": ""}
-        for n, host in enumerate(hosts)
-    ]
-    return {"run_id": "r", "state": "RUNNING", "live": True, "grid": grid, **more}
+def seen(slots: int, hosts: list[str], workers: list[Worker], here: int = 0, **more: Any) -> Job:
+    """Return a job of nodes with so many slots each."""
+    run = RunDir(Path("r"))
+    record: Any = new_record(run, "r", []) | more
+    grid = (NodeSeen(n, host, n * slots, slots, n == here) for n, host in enumerate(hosts))
+    job = Job(run, record, "RUNNING", None, "answers", 1.0)
+    return replace(job, workers=tuple(workers), nodes=tuple(grid))
 
 
-def worker(rank: int, state: str = "RUNNING", step: int | None = 10, **more: Any) -> dict[str, Any]:
-    """Return a worker's row."""
-    silent = {"silent_s": None, "doing": ""}
-    return {"rank": rank, "state": state, "step": step, **silent, **more}
+def worker(rank: int, state: str = "RUNNING", step: int | None = 10, **more: Any) -> Worker:
+    """Return a worker."""
+    known: Any = {"rank": rank, "step": step, "silent_s": None, "doing": ""} | more
+    record: Any = {"rank": rank}
+    return Worker(record, state, progress=known)
 
 
 def test_the_worst_comes_first() -> None:
@@ -31,10 +38,11 @@ def test_the_worst_comes_first() -> None:
     workers = [worker(8 + k) for k in range(8)]
     workers[5] = worker(13, step=4)
     workers[6] = worker(14, "FAILED")
-    found = nodes(summary(8, ["a", "b"], here=1), workers)
-    assert [node.number for node in found] == [1, 0]
+    job = seen(8, ["a", "b"], workers, here=1)
+    found = nodes(job)
+    assert [node.seen.number for node in found] == [1, 0]
     assert [rank for _, rank, _ in found[0].ranks][:3] == [14, 13, 8]
-    shown = rows(summary(8, ["a", "b"], here=1), found, {JOB, (1,)})
+    shown = rows(job, found, {JOB, (1,)})
     assert [(row.name, row.level) for row in shown[:4]] == [
         ("r", 2),
         ("node 1 b", 2),
@@ -47,33 +55,33 @@ def test_the_worst_comes_first() -> None:
 def test_silent_and_late_ranks() -> None:
     """More than half of the hang timeout; the last at the collectives, while the run goes on."""
     workers = [worker(0, silent_s=6.0), worker(1), worker(2)]
-    said = summary(3, ["a"], progress={"limit_s": 10.0}, lateness={"slow": 2})
-    awaited = nodes({**summary(3, ["a"]), "awaited": {"ranks": [1]}}, workers)[0].ranks
+    late = {"slow": 2, "ranks": [{"rank": 2, "last": 1, "behind_s": 0.1}]}
+    limit = {"limit_s": 10.0, "workers": []}
+    said = seen(3, ["a"], workers, progress=limit, lateness=late)
+    awaited = nodes(seen(3, ["a"], workers, awaited={"ranks": [1]}))[0].ranks
     assert [(level, rank) for level, rank, _ in awaited] == [(1, 1), (0, 0), (0, 2)]
-    assert [(level, rank) for level, rank, _ in nodes(said, workers)[0].ranks] == [
-        (2, 0),
-        (1, 2),
-        (0, 1),
-    ]
-    assert nodes({**said, "live": False, "progress": None}, workers)[0].level == 0
+    assert [(level, rank) for level, rank, _ in nodes(said)[0].ranks] == [(2, 0), (1, 2), (0, 1)]
+    ended = replace(seen(3, ["a"], workers, lateness=late), state="COMPLETED")
+    assert nodes(ended)[0].level == 0
 
 
 def test_the_rank_to_blame_is_marked() -> None:
     """It may have ended with 0, or was stopped in a hang; in the round that is shown only."""
     workers = [worker(0, "STOPPED"), worker(1, "SUCCEEDED"), worker(2, "FAILED")]
     for number, levels in ((3, [(2, 1), (2, 2), (0, 0)]), (2, [(2, 2), (0, 0), (0, 1)])):
-        said = summary(3, ["a"], round=3, failures=[{"round": number, "ranks": [1]}])
-        assert [(level, rank) for level, rank, _ in nodes(said, workers)[0].ranks] == levels
+        said = seen(3, ["a"], workers, round=3)
+        said = replace(said, failures=({"round": number, "ranks": [1]},))
+        assert [(level, rank) for level, rank, _ in nodes(said)[0].ranks] == levels
 
 
 def test_a_filter_shows_ranks_with_their_nodes() -> None:
     """By rank, state or host, in any case; a node that is named keeps all its ranks."""
     workers = [worker(k, "FAILED" if k == 1 else "RUNNING") for k in range(4)]
-    said = summary(2, ["alpha", "beta"])
-    found = nodes(said, workers)
+    said = seen(2, ["alpha", "beta"], workers)
+    found = nodes(said)
     assert [row.key for row in rows(said, found, (), "failed")] == [JOB, (0,), (0, 1)]
     assert [row.key for row in rows(said, found, (), "BETA")] == [JOB, (1,)]
-    called = nodes(said, [one | {"doing": "allgather #3"} for one in workers])
+    called = nodes(replace(said, workers=tuple(worker(k, doing="allgather #3") for k in range(4))))
     assert [row.key for row in rows(said, called, (), "3")] == [JOB, (1,), (1, 3)]
     assert [row.key for row in rows(said, found, {(1,)}, "beta")] == [JOB, (1,), (1, 2), (1, 3)]
     (nothing,) = rows(said, found, (), "zzz")
@@ -82,14 +90,14 @@ def test_a_filter_shows_ranks_with_their_nodes() -> None:
 
 def test_hostile_names_stay_on_their_line() -> None:
     """Escapes and line breaks in a host name are written out."""
-    said = summary(1, ["\x1b[31mh\nx"])
-    assert rows(said, nodes(said, []), {JOB})[1].name == "node 0 \\x1b[31mh\\nx"
+    said = seen(1, ["\x1b[31mh\nx"], [])
+    assert rows(said, nodes(said), {JOB})[1].name == "node 0 \\x1b[31mh\\nx"
 
 
 def test_the_document_has_all_ranks() -> None:
     """Also of nodes of which only the place is known."""
-    said = summary(2, ["a", "b"], read_at=1.0, attention=[])
-    found = document(said, nodes(said, [worker(0), worker(1)]))
+    here = [replace(worker(k), record=new_worker(k, k)) for k in range(2)]
+    found = document(seen(2, ["a", "b"], here))
     assert [node["host"] for node in found["nodes"]] == ["a", "b"]
     assert [one["rank"] for node in found["nodes"] for one in node["ranks"]] == [0, 1, 2, 3]
     assert found["nodes"][1]["ranks"][0]["state"] is None and found["read_at"] == 1.0
@@ -97,9 +105,9 @@ def test_the_document_has_all_ranks() -> None:
 
 def test_a_node_that_does_not_answer_needs_attention() -> None:
     """If there is nothing worse; no other text says that all is well."""
-    lost = TreeNode(1, "node-b", False, 1, (), "it has ended")
+    lost = TreeNode(NodeSeen(1, "node-b", 1, 1, problem="it has ended"), 1, ())
     for found, said in (([lost], "node 1 node-b: it has ended"), ([], "nothing needs attention")):
-        reading = TopReading({"attention": []}, {}, found, (), "", ())
+        reading = TopReading(seen(1, ["a"], []), found, (), [], "", ())
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(detail(reading, JOB, 80))
         assert said in console.export_text()

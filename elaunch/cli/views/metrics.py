@@ -11,11 +11,11 @@ import click
 
 from elaunch.config.values import did_you_mean
 from elaunch.errors import UsageError
-from elaunch.monitor.page import on_terminal, show
+from elaunch.views.layout import on_terminal, show
 
 if TYPE_CHECKING:
-    from elaunch.monitor.page import Page
     from elaunch.training.metrics.reading import MetricRows, StoredRow
+    from elaunch.views.layout import Page
 
 TERMINAL_ROWS: Final = 100
 
@@ -107,9 +107,9 @@ def _print_lines(rows: Iterable[StoredRow], everything: bool) -> None:
 
 
 def _page(rows: Sequence[StoredRow], everything: bool) -> Page:
-    from elaunch.monitor.page import Cell, Column, Paragraph, Table
     from elaunch.text import one_line
     from elaunch.training.metrics.reading import marked, names
+    from elaunch.views.layout import Cell, Column, Paragraph, Table
 
     shown = rows[-TERMINAL_ROWS:] if on_terminal() else rows
     columns_shown = names(shown, everything)

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,10 +20,14 @@ import click
 from elaunch.cli import place as places
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
-from elaunch.monitor.page import echo_plain, on_terminal, show
+from elaunch.views.layout import echo_plain, on_terminal, show
 
 if TYPE_CHECKING:
+    from elaunch.config.rendezvous import RendezvousSettings
     from elaunch.monitor.watch import Read, WatchReading
+    from elaunch.runs.directory import RunDir
+    from elaunch.runs.job import Job
+    from elaunch.views.store import JobStore
 
 Wait = Callable[[float], None]
 
@@ -110,7 +114,7 @@ def _refuse_all(everything: bool, line: Mapping[str, str]) -> None:
 
 
 def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
-    from elaunch.monitor.watch import list_reader, pause, run_reader
+    from elaunch.monitor.watch import pause
     from elaunch.runs.directory import find
 
     if run is None:
@@ -118,16 +122,88 @@ def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
     return run_reader(find(run, os.environ)), pause
 
 
+def run_reader(run: RunDir) -> Read:
+    """Return what reads one run; RunDirError where it cannot be read."""
+    from elaunch.monitor.watch import WatchReading
+    from elaunch.views import json as documents
+    from elaunch.views.page import run_page
+    from elaunch.views.read import RunReader
+    from elaunch.wire.control import WORKERS_S
+
+    reader = RunReader(run)
+
+    def read(last: WatchReading | None) -> WatchReading:
+        job = reader.read(patience=WORKERS_S if last is None else None)
+        return WatchReading(run_page(job), documents.one_run(job), _gist(job), job.live)
+
+    return read
+
+
+def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
+    """Return what reads all runs."""
+    from elaunch.monitor.watch import WatchReading
+    from elaunch.views import json as documents
+    from elaunch.views.page import list_page
+    from elaunch.views.read import read_all
+
+    def read(last: WatchReading | None) -> WatchReading:
+        jobs = read_all(environ, everything)
+        gist = tuple(
+            (job.run, job.state, job.agent, job.reason, job.record and job.record["round"])
+            for job in jobs
+        )
+        live = any(job.live for job in jobs)
+        return WatchReading(list_page(jobs, everything), documents.listed(jobs), gist, live)
+
+    return read
+
+
+def _gist(job: Job) -> object:
+    record = job.known
+    workers = tuple((w.record["pid"], w.state, w.record["exit"]) for w in job.workers)
+    latest = job.latest and (job.latest.path, job.latest.step)
+    how = (job.state, job.agent, job.reason, record["round"], "awaited" in record)
+    return how, tuple(record["restarts"].items()), workers, latest
+
+
 def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
     """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.monitor.jobreader import JobReader, jobs_reader
     from elaunch.monitor.watch import pause
+    from elaunch.views.store import JobStore
 
     rendezvous, ids = places.jobs(line)
     if len(ids) > 1:
         return jobs_reader(rendezvous, ids), pause
-    reader = stack.enter_context(closing(JobReader(rendezvous, ids[0])))
-    return reader.read, reader.wait
+    store = stack.enter_context(closing(JobStore(rendezvous, ids[0])))
+    return job_reader(store), store.wait
+
+
+def job_reader(store: JobStore) -> Read:
+    """Return what reads a job in its store."""
+    from elaunch.monitor.watch import WatchReading
+    from elaunch.views import json as documents
+    from elaunch.views.page import store_page
+
+    def read(last: WatchReading | None) -> WatchReading:
+        job = store.read()
+        return WatchReading(store_page(job), documents.store_job(job), job.gist, job.live)
+
+    return read
+
+
+def jobs_reader(rendezvous: RendezvousSettings, ids: Sequence[str]) -> Read:
+    """Return what reads all jobs of an etcd; ``ids`` are those that are there to begin with."""
+    from elaunch.monitor.watch import WatchReading
+    from elaunch.views import json as documents
+    from elaunch.views.page import stores_page
+    from elaunch.views.store import read_jobs, run_ids
+
+    def read(last: WatchReading | None) -> WatchReading:
+        jobs = read_jobs(rendezvous, ids if last is None else run_ids(rendezvous))
+        gist, live = [job.gist for job in jobs], any(job.live for job in jobs)
+        return WatchReading(stores_page(jobs), list(map(documents.store_job, jobs)), gist, live)
+
+    return read
 
 
 def _print(reading: WatchReading, as_json: bool) -> None:
@@ -164,7 +240,7 @@ def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from elaunch.monitor.page import styled
+    from elaunch.views.layout import styled
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -10,7 +10,7 @@ import sys
 import click
 
 from elaunch.errors import UsageError
-from elaunch.monitor.page import on_terminal
+from elaunch.views.layout import on_terminal
 
 
 @click.command("top")
@@ -28,13 +28,12 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
 
     found = directory.named(run, os.environ)
     if as_json:
-        from elaunch.monitor.screen.summary import RunReader
         from elaunch.top import tree
+        from elaunch.views.read import RunReader
         from elaunch.wire.control import WORKERS_S
 
-        reader = RunReader(found)
-        summary = reader.read(patience=WORKERS_S)
-        click.echo(json.dumps(tree.document(summary, tree.nodes(summary, reader.rows)), indent=2))
+        job = RunReader(found, screen=True).read(patience=WORKERS_S)
+        click.echo(json.dumps(tree.document(job), indent=2))
         return None
     if not (on_terminal() and sys.stdin is not None and sys.stdin.isatty()):
         raise UsageError(

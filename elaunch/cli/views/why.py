@@ -29,25 +29,26 @@ def why(run: str | None, number: int | None, as_json: bool, **place: str | None)
     With --rdzv-backend and --rdzv-endpoint: a job in a store, from any machine that reaches it; the
     report is there while the job goes on.
     """
-    from elaunch.monitor import card
     from elaunch.runs import directory
+    from elaunch.views import failures
+    from elaunch.views.read import read as read_run
 
     if line := places.given(place, run):
         with ExitStack() as stack:
-            in_store = card.read_job(places.agents(line, stack), number)
+            in_store = failures.read_job(places.agents(line, stack), number)
         document = in_store.to_dict()
         click.echo(json.dumps(document, indent=2) if as_json else "\n".join(in_store.lines()))
         return
     found = directory.named(run, os.environ)
     try:
-        read = card.read(found, number)
+        read = failures.read_cards(read_run(found), number)
     except OSError as error:
         raise RunDirError(f"cannot read {found.path}: {error.strerror}") from None
     except LookupError as error:
         there = f"those that have: {error}" if str(error) else "no round has failed"
         raise UsageError(f"--round {number}: there is no failure report; {there}") from None
     if not as_json:
-        click.echo("\n".join(card.lines(read)))
+        click.echo("\n".join(failures.lines(read)))
         return
     try:
         click.echo(json.dumps(read.to_dict(), indent=2))

@@ -1,10 +1,9 @@
 """A run on a screen that stays open, in the browser (elaunch.dashboard) or in a terminal.
 
 ==========  ===================================================================================
-summary.py  how the run stands, what needs attention, its nodes and ranks
 logtail.py  the newest lines that fit a filter, and those that come
 curves.py   what the script has reported, thinned to what a screen can show
 ==========  ===================================================================================
 """
 
-__all__ = ["curves", "logtail", "summary"]
+__all__ = ["curves", "logtail"]

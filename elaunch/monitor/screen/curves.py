@@ -20,10 +20,10 @@ from typing import Any, Final, Literal
 
 from elaunch.checkpoint.storage.storage import open_storage
 from elaunch.errors import ElaunchError
-from elaunch.monitor.card import read_card
-from elaunch.monitor.standing import read_standing
 from elaunch.runs.directory import RunDir, run_id_of, runs_of
 from elaunch.training.metrics.reading import Columns, RowTail, starts_of
+from elaunch.views.failures import read_card
+from elaunch.views.read import read
 
 BUCKETS: Final = 400
 SEPARATE: Final = 12
@@ -233,7 +233,7 @@ def _folded(ranks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[st
 
 def markers(run: RunDir) -> Iterator[dict[str, Any]]:
     """Yield rounds that began after another, and checkpoints, by step and by time."""
-    record = read_standing(run).record
+    record = read(run).record
     if record is None:
         return
     for round_ in record["history"][1:]:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,17 +30,16 @@ from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
 from elaunch.monitor.nodeviews import (
     RemoteTree,
-    RemoteWorkers,
     answer_of,
     ask,
     profile_of,
     stacks_of,
 )
-from elaunch.monitor.snapshot import NodeReading, RunView
-from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
+from elaunch.runs.job import AgentState, Job, NodeSeen, round_nodes
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record, new_worker
+from elaunch.views.read import OtherNodes
 from tests.agent.peersrig import agents, tell
 from tests.threadless import no_threads
 
@@ -140,24 +138,22 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
             "node_rank": 0,
             "round": 3,
         }
-        others = RemoteWorkers(run)
+        others = OtherNodes(run)
 
         def read(
             seen: Any,
             asked: tuple[int, ...] | None,
             agent: AgentState = "answers",
             by: Any = others,
-        ) -> tuple[NodeReading, ...]:
-            standing = Standing(run, seen, seen["state"], None, agent, 0.0)
-            view = RunView(standing, seen, (), None, None, {})
-            assert view.has_others
-            assert not replace(view, standing=replace(standing, agent="elsewhere")).has_others
-            found: RunView = by.complete(view, asked, 5)
+        ) -> tuple[NodeSeen, ...]:
+            job = Job(run, seen, seen["state"], None, agent, 0.0, nodes=round_nodes(seen))
+            assert job.others and not structs.replace(job, agent="elsewhere").others
+            found: Job = by.complete(job, asked, 5)
             return found.others
 
         assert not any(one.note or one.workers for one in read(record, ()))
         seen, old, older = read(record, None)
-        assert (seen.node, seen.host, seen.note) == (1, "h1", "")
+        assert (seen.number, seen.host, seen.note) == (1, "h1", "")
         (shown,) = seen.workers
         assert shown.record == worker and shown.usage is not None and shown.usage.rss > 1 << 20
         assert "does not serve 'view'" in old.note and "makes no sense" in older.note
@@ -173,7 +169,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         (seen, *_) = read(record, (1,))
         assert seen.workers and not seen.note
         monkeypatch.setitem(HELD, 3, threading.Event())
-        seen, _, frozen = read(record, None, by=RemoteWorkers(run))
+        seen, _, frozen = read(record, None, by=OtherNodes(run))
         HELD[3].set()
         assert seen.workers and not seen.problem and " does not answer" in frozen.note
         (unasked, *_) = read(record, (1,), "stopped")

@@ -1,12 +1,12 @@
-"""elaunch.monitor.card: failure reports of a directory that somebody else may have written."""
+"""elaunch.views.failures: failure reports of a directory that somebody else may have written."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from elaunch.monitor.card import read_card
 from elaunch.runs.directory import RunDir
+from elaunch.views.failures import read_card
 
 
 def test_a_report_that_is_a_link_is_not_followed(tmp_path: Path) -> None:

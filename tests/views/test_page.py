@@ -1,26 +1,33 @@
-"""elaunch.monitor.page and runpage: what is shown for one run and for several."""
+"""elaunch.views.layout and runpage: what is shown for one run and for several."""
 
 from __future__ import annotations
 
 import io
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
-from elaunch.monitor.document import run_document
-from elaunch.monitor.page import Table, plain, styled
-from elaunch.monitor.runpage import list_page, parts_of, run_page
-from elaunch.monitor.snapshot import LatestCheckpoint, NodeReading, RunView, WorkerView
-from elaunch.monitor.standing import AgentState, Standing
 from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import SUSPENDED
+from elaunch.runs.job import (
+    AgentState,
+    Job,
+    LatestCheckpoint,
+    NodeSeen,
+    Worker,
+    progress_of,
+    round_nodes,
+)
 from elaunch.runs.record import AwaitedRecord, Record
 from elaunch.runs.usage import Usage
+from elaunch.views.json import one_run
+from elaunch.views.layout import Table, plain, styled
+from elaunch.views.page import list_page, parts_of, run_page
 from tests.monitor.played_agent import new_record
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
@@ -42,17 +49,22 @@ FAILURE = {
 
 def viewed(
     path: Path, state: str = "RUNNING", agent: AgentState = "answers", **changes: Any
-) -> RunView:
+) -> Job:
     """Return a view of a run of two workers as it might be taken at NOW."""
     run = RunDir(path)
     changes = {"started_at": NOW - 192, "reason": None} | changes
     record = cast("Record", new_record(run, "train-3fa2c1", [101, 102]) | changes)
     record["agent"] |= {"pid": 99, "host": "node0", "user": "ada"}
-    standing = Standing(run, record, state, record["reason"], agent, NOW)
     used = Usage(98.7, 612 << 20, 9, 150.0, 1288 << 20)
-    live = used if standing.live else None
-    workers = tuple(WorkerView(worker, worker["state"], live) for worker in record["workers"])
-    return RunView(standing, record, workers, None, None, {})
+    job = Job(run, record, state, record["reason"], agent, NOW, nodes=round_nodes(record))
+    steps = progress_of(record, job.live)
+    return replace(
+        job,
+        workers=tuple(
+            Worker(one, one["state"], used if job.live else None, steps.get(one["rank"]))
+            for one in record["workers"]
+        ),
+    )
 
 
 def drawn(page: Any, width: int) -> str:
@@ -94,11 +106,10 @@ def test_the_rank_for_which_the_others_wait(tmp_path: Path) -> None:
 def test_another_nodes_ranks_wait(tmp_path: Path) -> None:
     """The rank for which they wait is of this node, say, on which none does."""
     found: AwaitedRecord = {"ranks": [1], "text": "rank 1 has not entered all_reduce #7"}
-    view = replace(viewed(tmp_path), others=(NodeReading(1, "node2", awaited=found),))
+    view = viewed(tmp_path)
+    view = replace(view, nodes=(*view.nodes, NodeSeen(1, "node2", 2, 2, awaited=found)))
     assert "  attention: rank 1 has not entered all_reduce #7" in plain(run_page(view)).splitlines()
-    assert run_document(view)["awaited"] == found and "awaited" not in run_document(
-        viewed(tmp_path)
-    )
+    assert one_run(view)["awaited"] == found and "awaited" not in one_run(viewed(tmp_path))
 
 
 def test_a_victim_is_said_to_be_one(tmp_path: Path) -> None:
@@ -353,7 +364,7 @@ def test_rounds_are_shown_from_the_second_on_and_the_last_ten(tmp_path: Path) ->
     assert [row[0] for row in shown] == [str(number) for number in range(4, 14)]
     assert shown[0] == ["4", "11:58:24", "1.0", "s", "0.052", "s", "20", "because", "4"]
     assert shown[-1][2:4] == ["1m", "27s"]
-    document = run_document(viewed(tmp_path, history=rounds(14)))
+    document = one_run(viewed(tmp_path, history=rounds(14)))
     assert [entry["duration_s"] for entry in document["history"]][-2:] == [1.0, 87.0]
 
 
@@ -429,9 +440,9 @@ def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_list(tmp_path: Path) -> None:
-    one = viewed(tmp_path / "train-3fa2c1").standing
-    two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py").standing
-    torn = Standing(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
+    one = viewed(tmp_path / "train-3fa2c1")
+    two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py")
+    torn = Job(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
     lines = plain(list_page([one, replace(two, agent="gone"), torn], False)).splitlines()
     columns = "run  state  round  restarts  world size  started  ended  duration  name  script"
     assert [re.split("  +", line.rstrip()) for line in lines] == [
@@ -468,31 +479,30 @@ def test_nothing_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
         failure=FAILURE,
         entrypoint="/data/" + "y" * 100,
     )
-    for page in (run_page(view), list_page([view.standing] * 3, False)):
+    for page in (run_page(view), list_page([view] * 3, False)):
         lines = drawn(page, width).splitlines()
         assert max(len(line) for line in lines) <= width
 
 
 def test_eighty_columns_hold_the_list_and_the_workers_without_folding(tmp_path: Path) -> None:
     view = viewed(tmp_path)
-    assert len(drawn(list_page([view.standing], False), 80).splitlines()) == 2
+    assert len(drawn(list_page([view], False), 80).splitlines()) == 2
     lines = drawn(run_page(view), 80).splitlines()
     assert "rank local_rank pid state   CPU %     RSS tree RSS threads" in [
         line.rstrip() for line in lines
     ]
-    assert "script" in drawn(list_page([view.standing], False), 120)
+    assert "script" in drawn(list_page([view], False), 120)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_number_is_cut_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
     """Columns are left out instead, and never what a row is of."""
     view = viewed(tmp_path, "FAILED", "ended")
-    record = cast(Record, {**view.record, "run_id": "a-name-of-some-length-3fa2c1"})
-    standing = replace(view.standing, record=record)
-    shown = drawn(list_page([standing], True), width)
+    record = cast(Record, {**view.known, "run_id": "a-name-of-some-length-3fa2c1"})
+    shown = drawn(list_page([replace(view, record=record)], True), width)
     assert "FAILED" in shown and "a-name-o" in shown
     worker = {**record["workers"][0], "pid": 1234567, "exit": "was killed by SIGKILL"}
-    workers = (WorkerView(cast(Any, worker), "FAILED", None),)
+    workers = (Worker(cast(Any, worker), "FAILED"),)
     shown = drawn(run_page(replace(view, workers=workers)), width)
     assert "1234567" in shown and "FAILED" in shown.partition("pid")[2] and "SIGKILL" in shown
 

@@ -1,4 +1,4 @@
-"""elaunch.monitor.snapshot: workers and checkpoints of played runs."""
+"""elaunch.views.read.RunReader: workers and checkpoints of played runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import pytest
 
 from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_storage
 from elaunch.errors import RunDirError
-from elaunch.monitor.document import list_document, run_document
-from elaunch.monitor.runpage import run_page
-from elaunch.monitor.snapshot import take
-from elaunch.monitor.standing import overview
-from elaunch.runs.directory import create
+from elaunch.runs.directory import RunDir, create
 from elaunch.runs.identity import worker_is_alive
+from elaunch.runs.job import Job
+from elaunch.views.json import listed, one_run
+from elaunch.views.page import run_page
+from elaunch.views.read import RunReader, read_all
 from tests.launching import freeze, wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
 from tests.runs.test_verdict import ended
+
+
+def take(run: RunDir) -> Job:
+    """Read a run once."""
+    return RunReader(run).read()
 
 
 def save(path: Path, age_s: float) -> None:
@@ -33,14 +38,14 @@ def save(path: Path, age_s: float) -> None:
 
 
 def test_running_workers_are_measured(play: Play) -> None:
-    view = take(play(2).run)
+    reader = RunReader(play(2).run)
+    view = reader.read()
     assert [worker.state for worker in view.workers] == ["RUNNING", "RUNNING"]
     for worker in view.workers:
         assert worker.usage is not None
         assert worker.usage.rss > 1 << 20
         assert worker.usage.threads == 1
-    again = take(view.standing.run, view.measurements)
-    assert again.measurements.keys() == view.measurements.keys()
+    assert all(worker.usage for worker in reader.read().workers)
 
 
 def test_workers_of_a_killed_agent_are_gone(play: Play) -> None:
@@ -49,10 +54,10 @@ def test_workers_of_a_killed_agent_are_gone(play: Play) -> None:
     workers = agent.record()["workers"]
     wait_until(lambda: not any(worker_is_alive(worker) for worker in workers), 30)
     view = take(agent.run)
-    assert view.standing.state == "LOST"
+    assert view.state == "LOST"
     assert [(worker.state, worker.usage) for worker in view.workers] == [("GONE", None)] * 2
-    assert view.standing.reason is not None
-    assert view.standing.reason.endswith("its workers were ended with it")
+    assert view.reason is not None
+    assert view.reason.endswith("its workers were ended with it")
 
 
 @pytest.mark.slow
@@ -67,7 +72,7 @@ def test_a_worker_that_ended_while_its_agent_was_suspended_is_gone(play: Play) -
     wait_until(lambda: not worker_is_alive(dead), 30)
     view = take(agent.run)
     assert [worker.state for worker in view.workers] == ["GONE", "RUNNING"]
-    document = run_document(view)
+    document = one_run(view)
     assert agent.run.state_file.stat().st_mtime == document["written_at"] < document["read_at"]
     shown = " ".join(str(part) for part in run_page(view))
     assert "as of" in shown and "the record is not newer" in shown and "is train" in shown
@@ -142,13 +147,13 @@ def test_a_checkpoint_directory_that_cannot_be_searched(play: Play, tmp_path: Pa
 def test_nothing_to_read(environ: dict[str, str]) -> None:
     run = create("job", environ)
     with pytest.raises(RunDirError, match="nothing was recorded yet"):
-        take(run)
+        run_page(take(run))
 
 
 def test_the_documents_are_json_and_keep_the_record(play: Play, environ: dict[str, str]) -> None:
     agent = play(1)
     record = agent.record()
-    document = json.loads(json.dumps(run_document(take(agent.run))))
+    document = json.loads(json.dumps(one_run(take(agent.run))))
     assert record.keys() <= document.keys()
     assert document["recorded_state"] == document["state"] == "RUNNING"
     assert document["agent"]["condition"] == "answers"
@@ -160,9 +165,9 @@ def test_the_documents_are_json_and_keep_the_record(play: Play, environ: dict[st
     agent.kill()
     torn = create("torn", environ)
     torn.state_file.write_text("{")
-    listed = {entry["run_id"]: entry for entry in list_document(overview(environ))}
-    assert listed["train-3fa2c1"]["state"] == "LOST"
-    assert listed["train-3fa2c1"]["recorded_state"] == "RUNNING"
-    assert listed["torn"]["state"] == "UNREADABLE"
-    assert listed["torn"]["started_at"] is None
-    assert listed["torn"].keys() == listed["train-3fa2c1"].keys()
+    entries = {entry["run_id"]: entry for entry in listed(read_all(environ))}
+    assert entries["train-3fa2c1"]["state"] == "LOST"
+    assert entries["train-3fa2c1"]["recorded_state"] == "RUNNING"
+    assert entries["torn"]["state"] == "UNREADABLE"
+    assert entries["torn"]["started_at"] is None
+    assert entries["torn"].keys() == entries["train-3fa2c1"].keys()

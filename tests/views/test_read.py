@@ -1,4 +1,4 @@
-"""elaunch.monitor.standing: live, ended, silent, suspended and killed agents, real processes."""
+"""elaunch.views.read: live, ended, silent, suspended and killed agents, real processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from elaunch.monitor import standing as standing_module
-from elaunch.monitor.standing import overview, read_standing
 from elaunch.runs.directory import create
 from elaunch.runs.identity import condition, note_start, worker_is_alive
 from elaunch.runs.record import new_worker
+from elaunch.views import read as module
+from elaunch.views.read import read, read_all
 from tests.launching import wait_until
 from tests.monitor.conftest import Play
 from tests.monitor.playing import final
@@ -24,20 +24,20 @@ from tests.monitor.playing import final
 @pytest.mark.slow
 def test_a_live_agent_answers(play: Play) -> None:
     agent = play(2, reason="first start")
-    standing = read_standing(agent.run, timeout=60)
-    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "answers", True)
-    assert standing.record == agent.record()
-    assert standing.reason == "first start"
-    assert standing.duration_s is not None and 0 <= standing.duration_s < 60
+    job = read(agent.run, timeout=60)
+    assert (job.state, job.agent, job.live) == ("RUNNING", "answers", True)
+    assert job.record == agent.record()
+    assert job.reason == "first start"
+    assert job.duration_s is not None and 0 <= job.duration_s < 60
 
 
 @pytest.mark.slow
 def test_an_ended_run(play: Play) -> None:
     agent = play()
     agent.end(**final("COMPLETED", agent.record(), reason="every worker ended with exit code 0"))
-    standing = read_standing(agent.run)
-    assert (standing.state, standing.agent, standing.live) == ("COMPLETED", "ended", False)
-    assert standing.duration_s == pytest.approx(65)
+    job = read(agent.run)
+    assert (job.state, job.agent, job.live) == ("COMPLETED", "ended", False)
+    assert job.duration_s == pytest.approx(65)
 
 
 def test_a_killed_agent_is_lost(play: Play) -> None:
@@ -45,12 +45,13 @@ def test_a_killed_agent_is_lost(play: Play) -> None:
     agent.kill()
     workers = agent.record()["workers"]
     wait_until(lambda: not any(worker_is_alive(worker) for worker in workers))
-    standing = read_standing(agent.run)
-    assert (standing.state, standing.agent, standing.live) == ("LOST", "gone", False)
-    assert standing.reason == (
-        f"the agent (pid {agent.process.pid}) was killed; its workers were ended with it"
+    job = read(agent.run)
+    assert (job.state, job.agent, job.live) == ("LOST", "gone", False)
+    assert job.reason == (
+        f"the agent (pid {agent.process.pid}) was killed; "
+        "its workers were ended with it"
     )
-    assert standing.duration_s is None
+    assert job.duration_s is None
 
 
 def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
@@ -62,10 +63,10 @@ def test_workers_that_outlive_their_agent_are_named(play: Play) -> None:
         note_start(worker, survivor.pid, time.time())
         agent.write(workers=[worker])
         agent.kill()
-        standing = read_standing(agent.run)
+        job = read(agent.run)
         survivor.kill()
-    assert standing.reason is not None
-    assert standing.reason.endswith(f"was killed; still running: rank 3 (pid {survivor.pid})")
+    assert job.reason is not None
+    assert job.reason.endswith(f"was killed; still running: rank 3 (pid {survivor.pid})")
 
 
 @pytest.mark.slow
@@ -73,9 +74,9 @@ def test_an_agent_that_does_not_answer(play: Play) -> None:
     agent = play()
     agent.write(silent=True)
     began = time.monotonic()
-    standing = read_standing(agent.run, timeout=0.4)
+    job = read(agent.run, timeout=0.4)
     assert time.monotonic() - began < 30  # it would be silent for a minute
-    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "silent", True)
+    assert (job.state, job.agent, job.live) == ("RUNNING", "silent", True)
 
 
 @pytest.mark.slow
@@ -84,16 +85,16 @@ def test_a_suspended_agent(play: Play) -> None:
     identity = agent.run.read_state()["agent"]
     agent.process.send_signal(signal.SIGSTOP)
     wait_until(lambda: condition(identity) == "stopped")
-    standing = read_standing(agent.run, timeout=0.4)
-    assert (standing.state, standing.agent, standing.live) == ("RUNNING", "stopped", True)
+    job = read(agent.run, timeout=0.4)
+    assert (job.state, job.agent, job.live) == ("RUNNING", "stopped", True)
 
 
 @pytest.mark.slow
 def test_an_agent_without_a_socket_is_read_from_its_file(play: Play) -> None:
     agent = play()
     agent.run.socket.unlink()
-    standing = read_standing(agent.run, timeout=0.2)
-    assert (standing.state, standing.agent) == ("RUNNING", "silent")
+    job = read(agent.run, timeout=0.2)
+    assert (job.state, job.agent) == ("RUNNING", "silent")
 
 
 @pytest.mark.slow
@@ -109,9 +110,9 @@ def test_an_agent_that_ends_while_it_is_asked(play: Play) -> None:
 
     thread = threading.Timer(0.3, end)
     thread.start()
-    standing = read_standing(agent.run, timeout=60)
+    job = read(agent.run, timeout=60)
     thread.join(60)
-    assert standing.state == "COMPLETED"
+    assert job.state == "COMPLETED"
 
 
 @pytest.mark.slow
@@ -120,19 +121,19 @@ def test_the_answer_is_newer_than_the_file(play: Play) -> None:
     stale = agent.run.state_file.read_bytes()
     agent.write(round=4)
     agent.run.state_file.write_bytes(stale)
-    standing = read_standing(agent.run, timeout=60)
-    assert standing.record is not None
-    assert standing.record["round"] == 4
+    job = read(agent.run, timeout=60)
+    assert job.record is not None
+    assert job.record["round"] == 4
 
 
 def test_a_live_agent_is_read_although_its_file_is_torn(play: Play) -> None:
     agent = play()
     agent.run.state_file.write_text('{"sch')
-    assert read_standing(agent.run, timeout=60).agent == "answers"
+    assert read(agent.run, timeout=60).agent == "answers"
     agent.kill()
-    standing = read_standing(agent.run)
-    assert standing.state == "UNREADABLE"
-    assert standing.reason is not None and "is not JSON" in standing.reason
+    job = read(agent.run)
+    assert job.state == "UNREADABLE"
+    assert job.reason is not None and "is not JSON" in job.reason
 
 
 def test_a_pid_that_went_to_a_stranger_is_not_the_agent(play: Play) -> None:
@@ -141,7 +142,7 @@ def test_a_pid_that_went_to_a_stranger_is_not_the_agent(play: Play) -> None:
     agent.kill()
     record["agent"] = {**record["agent"], "pid": os.getpid()}
     agent.run.write_state(record)
-    assert read_standing(agent.run).state == "LOST"
+    assert read(agent.run).state == "LOST"
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,9 @@ def test_agents_that_cannot_be_seen(
     agent.kill()
     record["agent"] = {**record["agent"], **changes}
     agent.run.write_state(record)
-    standing = read_standing(agent.run, timeout=0.2)
-    assert (standing.agent, standing.state) == (agent_state, state)
-    assert (reason or "") in (standing.reason or "")
+    job = read(agent.run, timeout=0.2)
+    assert (job.agent, job.state) == (agent_state, state)
+    assert (reason or "") in (job.reason or "")
 
 
 def test_the_overview_leaves_out_other_machines_and_old_ends(
@@ -182,7 +183,7 @@ def test_the_overview_leaves_out_other_machines_and_old_ends(
     create("torn", environ).state_file.write_text("{")
 
     def names(everything: bool) -> list[str]:
-        return [standing.run.path.name for standing in overview(environ, everything)]
+        return [job.run.path.name for job in read_all(environ, everything)]
 
     recent = names(everything=False)
     assert recent[:2] == ["torn", "live"] or recent[:2] == ["live", "torn"]
@@ -200,11 +201,11 @@ def test_a_silent_agent_holds_up_the_overview_only_briefly(
     play: Play, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a time of its own: here a longer one, for an agent that answers on a busy machine."""
-    assert standing_module.LIST_TIMEOUT_S < standing_module.ANSWER_TIMEOUT_S
-    monkeypatch.setattr(standing_module, "LIST_TIMEOUT_S", 4.0)
+    assert module.LIST_TIMEOUT_S < module.ANSWER_TIMEOUT_S
+    monkeypatch.setattr(module, "LIST_TIMEOUT_S", 4.0)
     play(0, run_id="one").write(silent=True)
     play(0, run_id="two")
     began = time.monotonic()
-    states = {standing.run.path.name: standing.agent for standing in overview(environ)}
+    states = {job.run.path.name: job.agent for job in read_all(environ)}
     assert states == {"one": "silent", "two": "answers"}
-    assert 4.0 - standing_module.RETRY_S <= time.monotonic() - began < 30
+    assert 4.0 - module.RETRY_S <= time.monotonic() - began < 30

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 from elaunch.agent.failure import explain, report
 from elaunch.checkpoint.storage import files
 from elaunch.errors import CheckpointError, UsageError
-from elaunch.monitor.jobview import JobView
-from elaunch.monitor.runpage import agent_note, failure_lines
-from elaunch.monitor.standing import Standing, read_standing
-from elaunch.runs.directory import RunDir, run_id_of
+from elaunch.runs.directory import RunDir
+from elaunch.runs.job import Job
 from elaunch.text import block, duration, moment, one_line
+from elaunch.views.attention import text_of
+from elaunch.views.page import agent_note, explanation_of, failure_lines, parts_of
 from elaunch.wire.control import LOGS_S
 
 if TYPE_CHECKING:
-    from elaunch.monitor.jobreader import JobAgents
+    from elaunch.views.store import JobStore, StoreJob
 
 SCHEMA: Final = 1
 MAX_BYTES: Final = 16 << 20
@@ -56,8 +56,7 @@ class RunCards:
     lost, left or joined, or somebody asked for it.
     """
 
-    standing: Standing
-    name: str
+    job: Job
     card: Card | None
     others: tuple[Card, ...]
     began: tuple[tuple[int, str], ...] = ()
@@ -65,7 +64,7 @@ class RunCards:
     @property
     def elsewhere(self) -> dict[str, Any] | None:
         """The first failure of the job, if it was on another node and no later one is known."""
-        found = self.standing.record.get("job_failure") if self.standing.record else None
+        found = self.job.record.get("job_failure") if self.job.record else None
         number = found.get("round") if found else None
         late = self.card and isinstance(number, int) and self.card.round > number
         return None if late else found
@@ -75,7 +74,7 @@ class RunCards:
         """The code of the cause in the catalogue; empty where none is known."""
         if self.card is not None and self.card.document is not None:
             return str(self.card.document.get("code") or "")
-        record = self.standing.record
+        record = self.job.record
         if record is None or self.elsewhere is not None or self.card is not None:
             return ""
         ended = explain.of_command(record["exit_code"] or 0, record["reason"] or "")
@@ -83,16 +82,16 @@ class RunCards:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""
-        standing, card = self.standing, self.card
+        job, card = self.job, self.card
         return {
             "schema": SCHEMA,
-            "run_id": self.name,
-            "dir": str(standing.run.path),
-            "state": standing.state,
-            "reason": standing.reason,
-            "exit_code": standing.record["exit_code"] if standing.record else None,
+            "run_id": job.run_id,
+            "dir": str(job.run.path),
+            "state": job.state,
+            "reason": job.reason,
+            "exit_code": job.record["exit_code"] if job.record else None,
             "code": self.code or None,
-            "read_at": standing.taken_at,
+            "read_at": job.read_at,
             "round": card.round if card else None,
             "card": card.document if card else None,
             "problem": card.problem or None if card else None,
@@ -102,14 +101,13 @@ class RunCards:
         }
 
 
-def read(run: RunDir, number: int | None = None) -> RunCards:
-    """Read why the run's newest failed round has failed, or its round ``number``.
+def read_cards(job: Job, number: int | None = None) -> RunCards:
+    """Read why a run's newest failed round has failed, or its round ``number``.
 
     Raises OSError where the directory cannot be read, LookupError where that round has no report.
     """
-    standing = read_standing(run)
-    rounds = run.reports()
-    kept = _in_record(standing)
+    run, rounds = job.run, job.run.reports()
+    kept = _in_record(job)
     if kept is not None and kept.round not in rounds:
         rounds = sorted([*rounds, kept.round], reverse=True)
     else:
@@ -122,12 +120,12 @@ def read(run: RunDir, number: int | None = None) -> RunCards:
         card = kept
     rest = [each for each in rounds if each != chosen][:SHOWN_ROUNDS]
     others = tuple(read_card(run, each) for each in rest)
-    return RunCards(standing, run_id_of(run), card, others, tuple(_began(standing, rounds)))
+    return RunCards(job, card, others, tuple(_began(job, rounds)))
 
 
-def _in_record(standing: Standing) -> Card | None:
+def _in_record(job: Job) -> Card | None:
     """Return what the record has of the last failure: a full disk may have taken no report."""
-    found = standing.record["failure"] if standing.record else None
+    found = job.record["failure"] if job.record else None
     number = found.get("round") if found else None
     if found is None or not isinstance(number, int):
         return None
@@ -135,11 +133,54 @@ def _in_record(standing: Standing) -> Card | None:
     return Card(number, found, text, "its report is not there; this is what the record has of it")
 
 
-def _began(standing: Standing, failed: Collection[int]) -> Iterator[tuple[int, str]]:
-    history = standing.record["history"] if standing.record else []
+def _began(job: Job, failed: Collection[int]) -> Iterator[tuple[int, str]]:
+    history = job.record["history"] if job.record else []
     others = [one for one in history if one["round"] and one["round"] - 1 not in failed]
     for one in others[: -SHOWN_ROUNDS - 1 : -1]:
         yield one["round"], one_line(one["reason"] or "")[:500]
+
+
+def in_short(
+    run: RunDir, known: dict[int, tuple[int, dict[str, Any]]]
+) -> tuple[dict[str, Any], ...]:
+    """Return the failed rounds in short, the newest first; ``known`` keeps what was read before.
+
+    A report is read again when it was replaced.
+    """
+    try:
+        rounds = run.reports()
+    except OSError:
+        return ()
+    for number in rounds:
+        try:
+            changed = run.report(number, "json").stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        if number not in known or known[number][0] != changed:
+            known[number] = changed, _short(read_card(run, number))
+    return tuple(known[number][1] for number in rounds)
+
+
+def _short(found: Card) -> dict[str, Any]:
+    document = found.document or {}
+    summary = text_of(document.get("summary"))
+    return {
+        "round": found.round,
+        "summary": text_of(document.get("headline"))
+        or text_of(document.get("culprit"))
+        or summary
+        or found.problem,
+        "ended": summary,
+        "message": text_of(parts_of(document.get("first")).get("message")),
+        "explanation": text_of(explanation_of(document)),
+        "code": text_of(document.get("code")),
+        "host": text_of(document.get("host")),
+        "at_step": document.get("at_step"),
+        "steps_lost": document.get("steps_lost"),
+        "hang": bool(document.get("hang")),
+        "ranks": document.get("culprit_ranks") or [],
+        "lines": list(failure_lines(document))[:5] if document else [],
+    }
 
 
 def read_card(run: RunDir, number: int) -> Card:
@@ -179,21 +220,21 @@ class JobCard:
     ``silent`` are nodes that have not answered, with why.
     """
 
-    view: JobView
+    job: StoreJob
     card: Card | None = None
     host: str = ""
     silent: tuple[tuple[int, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data (docs/failure-report.md)."""
-        view, card = self.view, self.card
+        job, card = self.job, self.card
         return {
             "schema": SCHEMA,
-            "run_id": view.run_id,
-            "store": view.place,
-            "state": view.state,
-            "reason": view.reason,
-            "read_at": view.read_at,
+            "run_id": job.run_id,
+            "store": job.place,
+            "state": job.state,
+            "reason": job.reason,
+            "read_at": job.read_at,
             "round": card.round if card else None,
             "host": self.host or None,
             "card": card.document if card else None,
@@ -202,14 +243,14 @@ class JobCard:
 
     def lines(self) -> Iterator[str]:
         """Yield what people read."""
-        view = self.view
-        yield one_line(f"{view.run_id}: {view.state}{view.reason and f': {view.reason}'}")
+        job = self.job
+        yield one_line(f"{job.run_id}: {job.state}{job.reason and f': {job.reason}'}")
         source = f" and the agent of {self.host}" if self.host else ""
-        yield one_line(f"(read at {moment(view.read_at, view.read_at)} from {view.place}{source})")
+        yield one_line(f"(read at {moment(job.read_at, job.read_at)} from {job.place}{source})")
         yield ""
         if self.card is not None:
             yield self.card.text or f"The report of round {self.card.round} cannot be shown."
-        elif not view.live:
+        elif not job.live:
             yield "Its agents are gone, and with them what they could tell: the reports are in the"
             yield "run directories of its nodes (elaunch why, there)."
         else:
@@ -217,20 +258,23 @@ class JobCard:
         yield from (one_line(f"no answer of node {node}: {why}") for node, why in self.silent)
 
 
-def read_job(job: JobAgents, number: int | None = None) -> JobCard:
+def read_job(store: JobStore, number: int | None = None) -> JobCard:
     """Ask a job's agents why its newest failed round has failed, or its round ``number``.
 
-    Raises UsageError where they have no report of that round, StoreError as ``JobAgents``.
+    Raises UsageError where they have no report of that round, StoreError as ``JobStore.read``.
     """
+    job = store.job
     if not job.live:
-        return JobCard(job.view)
-    answers = job.ask({"of": "report", "round": number}, 2 * LOGS_S)
+        return JobCard(job)
+    answers = store.ask({"of": "report", "round": number}, 2 * LOGS_S)
     silent = tuple((node, str(one["error"])) for node, one in answers.items() if "error" in one)
     found = [one for one in answers.values() if isinstance(one.get("round"), int)]
     if not found and number is not None:
-        raise UsageError(f"--round {number}: no agent of job {job.name} has a report of that round")
+        raise UsageError(
+            f"--round {number}: no agent of job {store.name} has a report of that round"
+        )
     if not found:
-        return JobCard(job.view, silent=silent)
+        return JobCard(job, silent=silent)
     # The agent whose rank has failed first has the whole report, the others a text about it.
     best = max(found, key=lambda one: (one["round"], one.get("report") is not None))
     document = best.get("report")
@@ -239,18 +283,18 @@ def read_job(job: JobAgents, number: int | None = None) -> JobCard:
         document if isinstance(document, dict) else None,
         _without_table(str(best.get("text") or "")),
     )
-    return JobCard(job.view, report_of, str(best.get("host") or ""), silent)
+    return JobCard(job, report_of, str(best.get("host") or ""), silent)
 
 
 def lines(found: RunCards) -> Iterator[str]:
     """Yield what people read: how the run stands, the card, the other failed rounds."""
-    standing, card = found.standing, found.card
-    why = f": {standing.reason}" if standing.reason else ""
-    note = agent_note(standing)
-    yield one_line(f"{found.name}: {standing.state}{note and f' {note}'}{why}")
-    now, written = standing.taken_at, standing.written_at
+    job, card = found.job, found.card
+    why = f": {job.reason}" if job.reason else ""
+    note = agent_note(job)
+    yield one_line(f"{job.run_id}: {job.state}{note and f' {note}'}{why}")
+    now, written = job.read_at, job.written_at
     age = "" if written is None else f", written {duration(max(0.0, now - written))} ago"
-    yield f"(read at {moment(now, now)} from {standing.run.path}{age})"
+    yield f"(read at {moment(now, now)} from {job.run.path}{age})"
     yield ""
     if found.elsewhere is not None:
         yield "The first failure of the job was on another node:"

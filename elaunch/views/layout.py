@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from elaunch.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+T = TypeVar("T")
 NOTHING: Final = "-"
 """A cell without a value."""
 INDENT: Final = "  "
@@ -117,6 +120,36 @@ class Table:
 
 Part = Title | Paragraph | Fields | Table
 Page = tuple[Part, ...]
+_MARKS: Final = {">": "right", "~": "elastic", "?": "spare"}
+
+
+def fields(facts: Iterable[tuple[str, str]]) -> Fields:
+    """Return names with their values, each on one line."""
+    return Fields(tuple((name, one_line(value)) for name, value in facts))
+
+
+def table(columns: str, rows: Iterable[Iterable[object]], usual: str = "") -> Table:
+    """Return a table; a value is a :class:`Cell`, text, a number, or None or "" for NOTHING.
+
+    ``columns`` are names with commas between. Behind a name, ``>`` writes its values at the right,
+    ``~`` folds them on a narrow terminal, and ``?`` leaves the column out there.
+    """
+    named = [_column(name.strip()) for name in columns.split(",")]
+    return Table(tuple(named), tuple(tuple(map(_cell, row)) for row in rows), usual)
+
+
+def _column(text: str) -> Column:
+    name = text.rstrip("".join(_MARKS))
+    return Column(name, **{_MARKS[mark]: True for mark in text[len(name) :]})
+
+
+def _cell(value: object) -> Cell:
+    return value if isinstance(value, Cell) else Cell(one_line(str(given(value, str))) or NOTHING)
+
+
+def given(value: T | None, write: Callable[[T], str]) -> str:
+    """Return a value as it is written; "" for None."""
+    return "" if value is None else write(value)
 
 
 def on_terminal() -> bool:

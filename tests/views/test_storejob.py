@@ -1,4 +1,4 @@
-"""elaunch.monitor.jobview, jobpage and the document of a job: plan and members become a view."""
+"""A job as its store has it, its pages and its document: plan and members become a view."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from elaunch.monitor.document import job_document, jobs_document
-from elaunch.monitor.jobpage import job_page, jobs_page
-from elaunch.monitor.jobview import (
-    JobView,
-    PresentAgent,
-    Restarts,
-    StoredJob,
-    unreadable,
-    view_job,
-)
-from elaunch.monitor.page import Table, plain, styled
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan, PlanCheckpoint, WorkerFailure
+from elaunch.views.json import store_job
+from elaunch.views.layout import Table, plain, styled
+from elaunch.views.page import store_page, stores_page
+from elaunch.views.store import Member, StoreJob
 
 NOW = 1_795_000_000.0
 PLACE = "etcd at 10.0.0.1:2379"
@@ -42,17 +35,17 @@ FAILURE = WorkerFailure(
 )
 
 
-def agent(number: int, **changes: Any) -> PresentAgent:
+def agent(number: int, **changes: Any) -> Member:
     """Return a member, renewed 0.4 s ago, in round 3 unless said otherwise."""
     age = changes.pop("age", 0.4)
     changes = {"slots": 8, "state": "running", "round": 3} | changes
-    return PresentAgent(NodeStatus(f"node{number}", f"10.0.0.{number}", 40000, **changes), age)
+    return NodeStatus(f"node{number}", f"10.0.0.{number}", 40000, **changes), age
 
 
-def viewed(plan: Plan | None = PLAN, **members: PresentAgent) -> JobView:
+def viewed(plan: Plan | None = PLAN, **members: Member) -> StoreJob:
     """Return the view of a plan and members; without any, both nodes of the plan run."""
     there = members or {"aaaaaa": agent(1), "bbbbbb": agent(2, slots=4)}
-    return view_job("train-3fa2c1", PLACE, StoredJob(plan, 7, there), NOW)
+    return StoreJob("train-3fa2c1", PLACE, NOW, plan, 7, there)
 
 
 def drawn(page: Any, width: int) -> str:
@@ -122,13 +115,11 @@ def test_what_is_waited_for_is_said_once() -> None:
 
 
 def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
-    lost = view_job("train", PLACE, StoredJob(PLAN, 7), NOW)
+    lost = StoreJob("train", PLACE, NOW, PLAN, 7)
     assert (lost.state, lost.live) == ("LOST", False)
     assert "had not ended" in lost.reason and PLAN.reason in lost.reason
     assert [node.state for node in lost.nodes] == ["gone", "gone"]
-    over = view_job(
-        "train", PLACE, StoredJob(structs.replace(PLAN, phase="over", exit_code=0), 7), NOW
-    )
+    over = StoreJob("train", PLACE, NOW, structs.replace(PLAN, phase="over", exit_code=0), 7)
     assert (over.state, over.reason) == ("COMPLETED", PLAN.reason)
 
 
@@ -136,23 +127,21 @@ def test_the_rank_for_which_the_others_wait() -> None:
     """Each node whose ranks wait says so; it is shown once, above all else."""
     note = "rank 11 has not entered all_reduce #7; ranks 0-10 wait there since 42 s"
     members = {"aaaaaa": agent(1, note=note), "bbbbbb": agent(2, slots=4, note=note)}
-    lines = plain(job_page(viewed(**members))).splitlines()
+    lines = plain(store_page(viewed(**members))).splitlines()
     assert lines.count(f"  attention: {note}") == 1 and lines.index(f"  attention: {note}") == 2
     over = structs.replace(PLAN, phase="over", exit_code=0)
-    assert "attention" not in plain(job_page(viewed(over, **members)))
+    assert "attention" not in plain(store_page(viewed(over, **members)))
 
 
 def test_an_agent_whose_record_is_refused_is_still_there() -> None:
-    view = view_job(
-        "train", PLACE, StoredJob(None, 0, {}, {"aaaaaa": "its signature is wrong"}), NOW
-    )
+    view = StoreJob("train", PLACE, NOW, refused={"aaaaaa": "its signature is wrong"})
     assert (view.state, view.live) == ("FORMING", True)
-    assert "refused the record of aaaaaa: its signature is wrong" in plain(job_page(view))
+    assert "refused the record of aaaaaa: its signature is wrong" in plain(store_page(view))
 
 
 def test_a_node_whose_record_is_refused_is_not_gone() -> None:
-    found = StoredJob(PLAN, 7, {"aaaaaa": agent(1)}, {"bbbbbb": "its signature is wrong"})
-    view = view_job("train", PLACE, found, NOW)
+    refused = {"bbbbbb": "its signature is wrong"}
+    view = StoreJob("train", PLACE, NOW, PLAN, 7, {"aaaaaa": agent(1)}, refused)
     assert [node.state for node in view.nodes] == ["alive", "refused"]
 
 
@@ -189,28 +178,28 @@ def test_an_agent_that_came_back_is_joining_while_its_old_seat_is_gone() -> None
 @pytest.mark.parametrize(
     ("facts", "restarts", "text"),
     [
-        ({}, Restarts(2, 1, None, None), "2, of them 1 since the last progress"),
+        ({}, (2, 1, None, None), "2, of them 1 since the last progress"),
         (
             {"max_restarts": "3", "restart_budget": "progress"},
-            Restarts(2, 1, 3, "progress"),
+            (2, 1, 3, "progress"),
             "2, of them 1 since the last progress (3 allowed)",
         ),
         (
             {"max_restarts": "3", "restart_budget": "lifetime"},
-            Restarts(2, 1, 3, "lifetime"),
+            (2, 1, 3, "lifetime"),
             "2 (3 allowed)",
         ),
-        ({"max_restarts": "many"}, Restarts(2, 1, None, None), "2, of them 1 since"),
+        ({"max_restarts": "many"}, (2, 1, None, None), "2, of them 1 since"),
     ],
 )
 def test_the_budget_is_what_the_agents_say(
-    facts: dict[str, str], restarts: Restarts, text: str
+    facts: dict[str, str], restarts: tuple[Any, ...], text: str
 ) -> None:
     view = viewed(
         structs.replace(PLAN, restarts=2, without_progress=1), aaaaaa=agent(1, facts=facts)
     )
-    assert view.restarts == restarts
-    assert f"restarts     {text}" in plain(job_page(view))
+    assert view.restarts is not None and tuple(view.restarts.values()) == restarts
+    assert f"restarts     {text}" in plain(store_page(view))
 
 
 def test_the_page_of_a_running_job() -> None:
@@ -227,7 +216,7 @@ def test_the_page_of_a_running_job() -> None:
     view = viewed(
         plan, aaaaaa=agent(1), dddddd=agent(4, role="eval", age=None, note="pid 9 is stuck")
     )
-    assert plain(job_page(view)).splitlines() == [
+    assert plain(store_page(view)).splitlines() == [
         "train-3fa2c1  RUNNING  round 3",
         "  node3 (10.0.0.3) was lost",
         "  warning: the nodes differ in torch: 2.9 on node1, 2.8 on node2",
@@ -259,7 +248,7 @@ def test_the_cause_of_the_end_comes_first() -> None:
         reason="rank 9 on node2 exited with code 7; no restart is left",
         failure=FAILURE,
     )
-    assert plain(job_page(viewed(plan, aaaaaa=agent(1, state="ended")))).splitlines()[:5] == [
+    assert plain(store_page(viewed(plan, aaaaaa=agent(1, state="ended")))).splitlines()[:5] == [
         "train-3fa2c1  FAILED  exit code 7",
         "  rank 9 on node2 exited with code 7; no restart is left",
         "  rank 9 (local_rank 1, pid 4711) on node2 exited with code 7",
@@ -272,13 +261,13 @@ def test_a_hang_is_no_exit() -> None:
     """The ranks that it names may be another node's than its agent's."""
     hang = WorkerFailure(rank=9, host="node1", exitcode=77, summary="rank 9 does not answer")
     plan = structs.replace(PLAN, failure=hang)
-    shown = plain(job_page(viewed(plan, aaaaaa=agent(1)))).splitlines()
+    shown = plain(store_page(viewed(plan, aaaaaa=agent(1)))).splitlines()
     assert "  last failure  rank 9 does not answer (seen on node1)" in shown
 
 
 def test_agents_that_gather() -> None:
     waiting = agent(1, state="ready", round=-1)
-    text = plain(job_page(viewed(None, aaaaaa=waiting, bbbbbb=agent(2, round=-1))))
+    text = plain(store_page(viewed(None, aaaaaa=waiting, bbbbbb=agent(2, round=-1))))
     assert text.startswith("train-3fa2c1  FORMING\n\n  store  etcd at 10.0.0.1:2379\n")
     assert "  nodes  0; 2 joining\n" in text
 
@@ -287,14 +276,14 @@ def test_a_failure_of_which_little_is_known_is_shown() -> None:
     failure = WorkerFailure(rank=1, exitcode=-9)
     plan = structs.replace(PLAN, phase="ending", cause="failure", failure=failure)
     assert "rank 1 (local_rank 0, pid 0) on ? was killed by SIGKILL" in plain(
-        job_page(viewed(plan))
+        store_page(viewed(plan))
     )
 
 
 def test_the_document_is_json_and_has_every_field_for_every_node() -> None:
     plan = structs.replace(PLAN, spares=("dddddd",), failure=FAILURE)
     view = viewed(plan, aaaaaa=agent(1), dddddd=agent(4), eeeeee=agent(5, state="ready"))
-    document = json.loads(json.dumps(job_document(view)))
+    document = json.loads(json.dumps(store_job(view)))
     assert document["state"] == "RUNNING" and document["phase"] == "running"
     assert (document["round"], document["world_size"], document["version"]) == (3, 12, 7)
     assert document["failure"]["text"] == FAILURE.text
@@ -321,16 +310,16 @@ def test_the_document_is_json_and_has_every_field_for_every_node() -> None:
 
 
 def test_several_jobs() -> None:
-    other = unreadable("eval-1", PLACE, "the plan is signed, and no secret is given", NOW)
+    other = StoreJob("eval-1", PLACE, NOW, problem="the plan is signed, and no secret is given")
     facts = {"max_restarts": "3", "restart_budget": "progress"}
     views = [viewed(structs.replace(PLAN, restarts=1), aaaaaa=agent(1, facts=facts)), other]
-    assert plain(jobs_page(views)).splitlines() == [
+    assert plain(stores_page(views)).splitlines() == [
         "run           state       round  restarts  world size  nodes  reason",
         "train-3fa2c1  RUNNING         3       1/3          12      2  node3 (10.0.0.3) was lost",
         "eval-1        UNREADABLE      -         -           -      -  "
         "the plan is signed, and no secret is given",
     ]
-    document = jobs_document(views)
+    document = [store_job(view) for view in views]
     assert [each["state"] for each in document] == ["RUNNING", "UNREADABLE"]
     assert (document[1]["round"], document[1]["nodes"]) == (None, [])
     assert set(document[0]) == set(document[1])
@@ -342,12 +331,12 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     view = viewed(
         structs.replace(PLAN, nodes=(long, NODES[1]), reason="because " * 30), aaaaaa=agent(1)
     )
-    for page in (job_page(view), jobs_page([view])):
+    for page in (store_page(view), stores_page([view])):
         assert max(len(line) for line in drawn(page, width).splitlines()) <= width
 
 
 def test_eighty_columns_hold_a_node_on_one_line() -> None:
-    lines = drawn(job_page(viewed()), 80).splitlines()
+    lines = drawn(store_page(viewed()), 80).splitlines()
     assert lines[-1].split() == [
         *("1", "bbbbbb", "node2", "10.0.0.2", "alive", "8-11", "4", "0.40", "s"),
     ]
@@ -358,8 +347,8 @@ def test_plain_text_has_thousands_of_nodes() -> None:
         Node(f"{i:06x}", f"node{i}", f"10.0.{i // 250}.1", 8, "default") for i in range(4096)
     )
     members = {node.name: agent(1) for node in nodes[1:]}
-    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, members), NOW)
-    page = job_page(view)
+    view = StoreJob("big", PLACE, NOW, structs.replace(PLAN, nodes=nodes), 1, members)
+    page = store_page(view)
     table = next(part for part in page if isinstance(part, Table))
     assert len(table.rows) == 4096
     assert "  nodes        4096: 1 gone, 4095 alive\n" in plain(page)
@@ -368,8 +357,8 @@ def test_plain_text_has_thousands_of_nodes() -> None:
 def test_of_thousands_a_terminal_shows_the_unusual() -> None:
     nodes = tuple(Node(f"{i:06x}", f"node{i}", "10.0.0.1", 8, "default") for i in range(1000))
     members = {node.name: agent(1) for node in nodes if node.host != "node700"}
-    view = view_job("big", PLACE, StoredJob(structs.replace(PLAN, nodes=nodes), 1, members), NOW)
-    lines = [line.split() for line in drawn(job_page(view), 120).splitlines()]
+    view = StoreJob("big", PLACE, NOW, structs.replace(PLAN, nodes=nodes), 1, members)
+    lines = [line.split() for line in drawn(store_page(view), 120).splitlines()]
     assert ["700", "0002bc", "node700", "10.0.0.1", "gone", "5600-5607", "8", "-"] in lines
     assert ["and", "979", "more,", "all", "of", "them", "in", "output", "to", "a", "pipe"] in lines
     assert len(lines) < 50

@@ -1,4 +1,4 @@
-"""elaunch.monitor.jobreader: whole jobs read from real stores."""
+"""elaunch.views.store: whole jobs read from real stores."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.cli.views.status import job_reader, jobs_reader
 from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreDenied, StoreUnreachable, UsageError
-from elaunch.monitor.jobreader import JobReader, jobs_reader, look, run_ids
 from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode, encode_plan
+from elaunch.views.store import JobStore, look, run_ids
 from tests.launching import wait_until
 from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob, record
 from tests.store.memory import MemoryHub
@@ -38,8 +39,8 @@ def etcd(tmp_path: Path) -> Iterator[Meetings]:
 
 def reading(meetings: Meetings, run_id: str = "train-1") -> WatchReading:
     """Return one reading of a job."""
-    with closing(JobReader(meetings.settings, run_id)) as reader:
-        return reader.read(None)
+    with closing(JobStore(meetings.settings, run_id)) as reader:
+        return job_reader(reader)(None)
 
 
 @pytest.mark.slow
@@ -92,9 +93,9 @@ def test_a_new_plan_is_seen_at_once(meetings: Meetings) -> None:
     """Although the interval is a minute."""
     with (
         PlayedJob(meetings, "train-1") as job,
-        closing(JobReader(meetings.settings, "train-1")) as reader,
+        closing(JobStore(meetings.settings, "train-1")) as reader,
     ):
-        followed = changes(watch(reader.read, 60.0, reader.wait))
+        followed = changes(watch(job_reader(reader), 60.0, reader.wait))
         assert next(followed).document["state"] == "RUNNING"
         later = threading.Timer(0.2, lambda: job.post(phase="over", exit_code=0))
         later.start()
@@ -112,21 +113,21 @@ def test_a_secret_is_needed_where_the_agents_have_one(meetings: Meetings) -> Non
         for secret, why in ((None, none), (b"wrong", wrong)):
             other = replace(meetings.settings, secret=secret)
             with (
-                closing(JobReader(other, "train-1")) as reader,
+                closing(JobStore(other, "train-1")) as reader,
                 pytest.raises(StoreDenied if hosted else RecordError, match=why),
             ):
-                reader.read(None)
+                reader.read()
         right = replace(meetings.settings, secret=b"right")
-        with closing(JobReader(right, "train-1")) as reader:
-            assert reader.read(None).document["state"] == "RUNNING"
+        with closing(JobStore(right, "train-1")) as reader:
+            assert reader.read().state == "RUNNING"
 
 
 @pytest.mark.slow
 def test_a_store_that_nobody_answers_for_is_an_error(meetings: Meetings) -> None:
     meetings.close()
     settings = replace(meetings.settings, connect_timeout=1.0)
-    with closing(JobReader(settings, "train-1")) as reader, pytest.raises(StoreUnreachable):
-        reader.read(None)
+    with closing(JobStore(settings, "train-1")) as reader, pytest.raises(StoreUnreachable):
+        reader.read()
     with pytest.raises(StoreUnreachable):
         run_ids(settings)
 
@@ -137,18 +138,18 @@ def test_while_watching_a_silent_store_is_waited_for(meetings: Meetings) -> None
     settings = replace(meetings.settings, store_timeout=30.0, connect_timeout=5.0)
     with (
         PlayedJob(meetings, "train-1") as job,
-        closing(JobReader(settings, "train-1", clock=lambda: now[0])) as reader,
+        closing(JobStore(settings, "train-1", clock=lambda: now[0])) as reader,
     ):
-        first = reader.read(None)
+        first = reader.read()
         job.close()
         meetings.close()
         now[0] = 29.0
-        second = reader.read(first)
+        second = reader.read()
         assert second.live and second.gist != first.gist
-        assert second.document["stale"] and second.document["state"] == "RUNNING"
+        assert second.stale and second.state == "RUNNING"
         now[0] = 30.0
         with pytest.raises(StoreUnreachable):
-            reader.read(second)
+            reader.read()
 
 
 def test_one_agent_that_is_refused_does_not_hide_the_others() -> None:
@@ -156,7 +157,7 @@ def test_one_agent_that_is_refused_does_not_hide_the_others() -> None:
     with closing(hub.store()) as good, closing(hub.store()) as bad:
         good.enrol("aaaaaa", encode(record(1), b"right", "aaaaaa"), 60.0)
         bad.enrol("bbbbbb", b"{}", 60.0)
-        found = look(good, b"right")
+        found = look(good, "r", b"right")
         assert (set(found.members), set(found.refused)) == ({"aaaaaa"}, {"bbbbbb"})
         assert "bbbbbb" in found.refused["bbbbbb"]
 
@@ -165,7 +166,7 @@ def test_without_a_plan_and_with_none_readable_the_refusal_is_the_answer() -> No
     with closing(MemoryHub().store()) as store:
         store.enrol("aaaaaa", encode(record(1), b"right", "aaaaaa"), 60.0)
         with pytest.raises(RecordError, match="aaaaaa"):
-            look(store, b"wrong")
+            look(store, "r", b"wrong")
 
 
 def test_a_plan_that_is_refused_is_the_answer() -> None:
@@ -174,7 +175,7 @@ def test_a_plan_that_is_refused_is_the_answer() -> None:
         assert store.await_leadership("aaaaaa", 10.0)
         assert store.publish(1, encode_plan(Plan("maple"), b"other", 1, b""))
         with pytest.raises(RecordError, match="the coordinator"):
-            look(store, None)
+            look(store, "r", None)
 
 
 @pytest.mark.slow
@@ -203,12 +204,12 @@ def test_another_prefix_of_an_etcd_has_other_jobs(etcd: Meetings) -> None:
 
 
 def test_what_is_cleared_while_it_is_watched_is_over(etcd: Meetings) -> None:
-    with PlayedJob(etcd, "train-1"), closing(JobReader(etcd.settings, "train-1")) as reader:
-        first = reader.read(None)
+    with PlayedJob(etcd, "train-1"), closing(JobStore(etcd.settings, "train-1")) as reader:
+        reader.read()
         etcd.forget("train-1")
-        last = reader.read(first)
-        assert (last.document["state"], last.live) == ("UNREADABLE", False)
-        assert "nothing of the job is left" in last.document["reason"]
+        last = reader.read()
+        assert (last.state, last.live) == ("UNREADABLE", False)
+        assert "nothing of the job is left" in last.reason
 
 
 @pytest.mark.slow

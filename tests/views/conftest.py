@@ -1,0 +1,5 @@
+"""A state directory of the test alone, and agents that are played in it."""
+
+from tests.monitor.conftest import environ, play
+
+__all__ = ["environ", "play"]
