@@ -34,7 +34,7 @@ from elaunch.text import block
 from elaunch.views.layout import show as print_page
 
 if TYPE_CHECKING:
-    from elaunch.monitor.checkpointview import ListedCheckpoint, Listing
+    from elaunch.views.checkpoints import ListedCheckpoint, Listing
 
 P = ParamSpec("P")
 
@@ -60,7 +60,7 @@ def _opened(
 
     @wraps(function)
     def command(where: str, *args: P.args, **kwargs: P.kwargs) -> int:
-        from elaunch.monitor.checkpointtarget import listing, resolve
+        from elaunch.views.checkpointtarget import listing, resolve
 
         try:
             target = resolve(where, os.environ)
@@ -92,7 +92,7 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 
     Those in quarantine are shown with the reason. Files are not read: `verify` does that.
     """
-    from elaunch.monitor.checkpointview import document, list_page
+    from elaunch.views.checkpoints import document, list_page
 
     if isinstance(there.place, Path) and not there.place.is_dir():
         raise UsageError(f"there is no directory {str(there.place)!r}: nothing was saved yet")
@@ -110,8 +110,8 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 @_opened
 def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
     """Show one checkpoint: its run and hosts, metadata, metrics and files."""
-    from elaunch.monitor.checkpointtarget import pick
-    from elaunch.monitor.checkpointview import entry_document, show_page
+    from elaunch.views.checkpoints import entry_document, show_page
+    from elaunch.views.checkpointtarget import pick
 
     entry = pick(there, name or pointed or "latest")
     files = _files(entry)
@@ -133,8 +133,8 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
     The exit code is 1 if one is damaged. In elaunch's own layout this finds a missing file, a
     truncation and a flipped bit. Other formats have no checksums: their headers are compared.
     """
-    from elaunch.monitor.checkpointtarget import choose
-    from elaunch.monitor.checkpointview import problem_of, verdict_page
+    from elaunch.views.checkpoints import problem_of, verdict_page
+    from elaunch.views.checkpointtarget import choose
 
     asked = names or ((pointed,) if pointed else ())
     entries = choose(there, asked) if asked else list(there.entries)
@@ -165,7 +165,7 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
     are refused.
     """
     from elaunch.checkpoint import retention, shelves
-    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.views.checkpointtarget import choose
 
     entries = choose(there, names)
     for entry in entries:
@@ -229,7 +229,7 @@ def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
     from elaunch.checkpoint import shelves
-    from elaunch.monitor.checkpointtarget import choose
+    from elaunch.views.checkpointtarget import choose
 
     for entry in choose(there, names):
         if entry.found is None:
@@ -257,9 +257,9 @@ def export(
     memory for the whole checkpoint.
     """
     from elaunch.checkpoint import retention
-    from elaunch.monitor.checkpointtarget import pick
-    from elaunch.monitor.checkpointview import problem_of
     from elaunch.training.checkpoint.dcp.convert import to_torch_file
+    from elaunch.views.checkpoints import problem_of
+    from elaunch.views.checkpointtarget import pick
 
     entry = pick(there, name)
     target = _target(file, force)

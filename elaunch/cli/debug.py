@@ -44,9 +44,9 @@ def debug(run: str | None, rank: int) -> int:
     Ctrl-D and the end of this command let it go on. The rank must run on this node. RUN is a run id
     of this machine, the beginning of one, or a run directory; without it, the newest run.
     """
-    from elaunch.monitor.nodeviews import answer_of
     from elaunch.runs import directory
     from elaunch.runs.identity import condition
+    from elaunch.views.agents import answer_of
 
     if sys.stdin is None:
         raise UsageError("stdin is closed, and pdb's commands come from it; </dev/null gives none")
@@ -136,7 +136,7 @@ def _ended(run: RunDir, rank: int, pid: int) -> int:
 
 def _show_wait(run: RunDir, rank: int, pid: int) -> None:
     from elaunch import proc, text
-    from elaunch.monitor.nodeviews import stacks_of
+    from elaunch.views.agents import stacks_of
 
     process = proc.read_process(pid)
     stopped = process is not None and process.state in "Tt"

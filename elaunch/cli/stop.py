@@ -56,16 +56,16 @@ def stop(run: str, timeout: float | None) -> int:
     meanwhile kills the workers at once. Of a job on several nodes, this node leaves. RUN is a run
     id of this machine, the beginning of one, or a run directory.
     """
-    from elaunch.monitor import nodeviews
     from elaunch.runs import directory
+    from elaunch.views import agents
     from elaunch.wire.local import is_readable
 
     found = directory.find(run, os.environ)
     name = directory.unique_name(found, os.environ)
-    agent = nodeviews.send_stop(found)
+    agent = agents.send_stop(found)
     ended = True
     if agent is not None:
-        if why := nodeviews.suspended(found):
+        if why := agents.suspended(found):
             click.echo(f"{name}: SIGTERM was sent; it is received later, for its {why}", err=True)
         try:
             ended = timeout == 0 or is_readable(agent, timeout)
@@ -80,14 +80,14 @@ def stop(run: str, timeout: float | None) -> int:
 
 def _asked(run: str, request: dict[str, object], verb: str) -> None:
     """Send the agent of RUN a request with a reason, and print what is done about it."""
-    from elaunch.monitor import nodeviews
     from elaunch.runs import directory
+    from elaunch.views import agents
 
     reason = str(request["reason"])
     if not reason.strip() or not reason.isprintable():
         raise UsageError(f"--reason {reason!r}: give a text of one line")
     found = directory.find(run, os.environ)
-    done = nodeviews.asked(found, request, verb)
+    done = agents.asked(found, request, verb)
     click.echo(f"{directory.unique_name(found, os.environ)}: {done}")
 
 

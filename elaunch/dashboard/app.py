@@ -53,19 +53,19 @@ from starlette.routing import Route
 
 from elaunch.dashboard.guard import CONTROL
 from elaunch.errors import ElaunchError, UsageError
-from elaunch.monitor import checkpointtarget, nodeviews
-from elaunch.monitor.checkpointview import document
-from elaunch.monitor.logfiles import Choice, parse_ranks
-from elaunch.monitor.screen.curves import Axis, MetricsReader, nodes_of
-from elaunch.monitor.screen.logtail import LogFilter, RunLogs, newer, search
 from elaunch.runs import prometheus
 from elaunch.runs.directory import RunDir, handle, is_live
 from elaunch.runs.job import BAD
 from elaunch.runs.logtree import STREAMS
 from elaunch.runs.statedir import roots, subdirectories
 from elaunch.training.metrics import reading
+from elaunch.views import agents, checkpointtarget
 from elaunch.views import json as documents
+from elaunch.views.checkpoints import document
+from elaunch.views.curves import Axis, MetricsReader, nodes_of
 from elaunch.views.failures import read_card
+from elaunch.views.logs import Choice, parse_ranks
+from elaunch.views.logtail import LogFilter, RunLogs, newer, search
 from elaunch.views.read import RunReader, read, read_all
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -111,7 +111,7 @@ def _screen_of(run: RunDir) -> Callable[[], dict[str, Any]]:
 
 def _read_stacks(run: RunDir) -> dict[str, Any]:
     taken = {"taken_at": time.time(), "every_s": STACKS_S}
-    return {**nodeviews.stacks_of(run, ()).to_dict(), **taken}
+    return {**agents.stacks_of(run, ()).to_dict(), **taken}
 
 
 class Dashboard:
@@ -310,13 +310,13 @@ class Dashboard:
     def _change(self, run: RunDir, query: Mapping[str, str]) -> dict[str, str]:
         op = query.get("op", "")
         if op == "stop":
-            agent = nodeviews.send_stop(run)
+            agent = agents.send_stop(run)
             if agent is not None:
                 os.close(agent)
             return {"done": "SIGTERM was sent to its agent"}
         if op not in VERBS:
             raise ValueError(f"op {op[:50]!r}: stop, {', '.join(VERBS)}")
-        return {"done": nodeviews.asked(run, {"op": op, "reason": "elaunch dashboard"}, VERBS[op])}
+        return {"done": agents.asked(run, {"op": op, "reason": "elaunch dashboard"}, VERBS[op])}
 
     async def _prometheus(self, request: Request) -> Response:
         page = prometheus.render(await asyncio.to_thread(read_all, self._environ))

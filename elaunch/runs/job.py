@@ -209,6 +209,17 @@ class Job(Struct, frozen=True):
         return {**used, "without_progress": 0} if newer else used
 
     @property
+    def gist(self) -> object:
+        """The state, without amounts and ages: a change of it is one that is shown."""
+        record = self.record
+        how = (self.run, self.state, self.agent, self.reason, record and record["round"])
+        if record is None or not self.nodes:  # one of a list
+            return how
+        workers = tuple((one.record["pid"], one.state, one.record["exit"]) for one in self.workers)
+        latest = self.latest and (self.latest.path, self.latest.step)
+        return how, tuple(record["restarts"].items()), workers, latest, "awaited" in record
+
+    @property
     def silent(self) -> list[Worker]:
         """The workers that have been silent for half of the hang timeout."""
         progress = self.known.get("progress")

@@ -1,7 +1,7 @@
 """The screen of ``elaunch top``: a tree of job, nodes and ranks, and the chosen one beside it.
 
 A reading is made in a thread, every EVERY_S seconds, or so seldom that it takes a twentieth of a
-core. The keys are those of k9s; ``?`` shows them.
+core. The keys are those of k9s; ``?`` shows them (``help.txt``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.events import Resize
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Input, Static
 
 from elaunch.text import one_line
 from elaunch.top import pages
 from elaunch.top.pages import TopReader, TopReading
 from elaunch.top.tree import JOB, Key, rows
-from elaunch.top.widgets import SHARE, Pager, Read, RowList, fixed, in_thread
+from elaunch.top.widgets import SHARE, LiveScreen, Pager, Read, RowList, fixed, in_thread
 
 EVERY_S: Final = 2.0
 """Seconds from reading to reading: to draw the screen takes 20 to 40 ms of the processor."""
@@ -37,97 +37,43 @@ FEW_RANKS: Final = 64
 """Ranks of a job, or of this node, that are shown from the beginning; more are counted."""
 
 
-class TopApp(App[None]):
-    """One run on the screen; ``reader`` reads it."""
+class JobScreen(LiveScreen):
+    """The tree, and the chosen thing on the right; ``reading`` is the newest one."""
 
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    Screen { background: $background; }
-    #header { height: 1; padding: 0 1; background: $panel; }
-    #tree { width: 44%; min-width: 30; max-width: 60; border-right: solid $panel-lighten-2;
-            scrollbar-size-vertical: 1; }
-    #detail { padding: 0 1; scrollbar-size-vertical: 1; }
-    #filter { height: 1; border: none; padding: 0 1; }
-    RichLog { padding: 0 1; background: $background; scrollbar-size-vertical: 1; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "find", "Filter"),
-        Binding("l", "log", "Log"),
-        Binding("s", "stacks", "Stacks"),
-        Binding("w", "why", "Why"),
-        Binding("m", "metrics", "Metrics"),
-        Binding("question_mark", "help", "Help"),
-        Binding("r", "again", "Read again", show=False),
-        Binding("escape", "back", "Back", show=False),
-        Binding("q", "quit", "Quit"),
-        Binding("ctrl+c", "quit", show=False, priority=True),
-        Binding("ctrl+z", "suspend_process", show=False, priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "back", "Back", show=False)]
 
     def __init__(self, reader: TopReader) -> None:
-        super().__init__()
+        self.row_list = RowList()
+        self._chosen = Static(id="chosen", markup=False)
+        self._detail = VerticalScroll(self._chosen, id="detail")
+        super().__init__("elaunch top", self.row_list, "rank 3, FAILED, a host")
         self._reader = reader
-        self._reading: TopReading | None = None
+        self.reading: TopReading | None = None
         self._opened: set[Key] = {JOB}
         self._seen: set[Key] = set()
-        self._needle = ""
         self._full_at = 0.0
-        self._due = asyncio.Event()
-        # Not looked up: a reading may come when the screen is closed and has nothing left in it.
-        self._header = Static(id="header", markup=False)
-        self._tree = RowList()
-        self._detail = VerticalScroll(id="detail")
-        self._chosen = Static(id="chosen", markup=False)
-        self._field = Input(placeholder="rank 3, FAILED, a host", id="filter")
 
-    def compose(self) -> ComposeResult:
-        """Make the widgets."""
-        yield self._header
+    def body(self) -> ComposeResult:
+        """Make what is below the header."""
         with Horizontal():
-            yield self._tree
-            with self._detail:
-                yield self._chosen
-        yield self._field
-        yield Footer(show_command_palette=False)
+            yield self.row_list
+            yield self._detail
 
-    def on_load(self) -> None:
-        """Have signals that end the command give the terminal back first."""
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            asyncio.get_running_loop().add_signal_handler(number, self._leave, 128 + number)
-
-    def _leave(self, code: int) -> None:
-        if not os.isatty(sys.stdin.fileno()):
-            os._exit(code)  # the terminal is gone, and the driver would wait for it
-        self.exit(return_code=code)
-
-    def on_mount(self) -> None:
-        """Begin to read."""
-        self._field.display = False
-        self._tree.focus()
-        self._header.update("elaunch top  reading …")
-        self.run_worker(self._follow())
-
-    async def _follow(self) -> None:
-        while True:
-            self._due.clear()
-            began, key, known = time.process_time(), self._tree.key, self._reading
-            if known is None or time.monotonic() >= self._full_at:
-                self._reading = known = await in_thread(
-                    partial(self._reader.read, key, frozenset(self._opened))
-                )
-                unread = self._open_first(known)
-                self._show()
-                spent = time.process_time() - began
-                self._full_at = time.monotonic() + (0.0 if unread else max(EVERY_S, SHARE * spent))
-            else:
-                recent = await in_thread(partial(self._reader.recent, key, known.job))
-                self._reading = replace(known, recent=recent)
-                self._show_chosen()
-            try:
-                pause = max(0.0, self._full_at - time.monotonic())
-                await asyncio.wait_for(self._due.wait(), pause)
-            except asyncio.TimeoutError:
-                continue
+    async def step(self) -> float:
+        """Read all, or, of what was chosen meanwhile, the newest lines; return when all is due."""
+        began, key, known = time.process_time(), self.row_list.key, self.reading
+        if known is not None and time.monotonic() < self._full_at:
+            recent = await in_thread(partial(self._reader.recent, key, known.job))
+            self.reading = replace(known, recent=recent)
+            self._show_chosen()
+            return self._full_at
+        read = partial(self._reader.read, key, frozenset(self._opened))
+        self.reading = known = await in_thread(read)
+        unread = self._open_first(known)
+        self.show()
+        spent = time.process_time() - began
+        self._full_at = time.monotonic() + (0.0 if unread else max(EVERY_S, SHARE * spent))
+        return self._full_at
 
     def _open_first(self, reading: TopReading) -> bool:
         """Open nodes that have not been seen: of a job with few ranks, this one, and bad ones.
@@ -146,19 +92,19 @@ class TopApp(App[None]):
                     unread |= not node.seen.here
         return unread
 
-    def _show(self) -> None:
-        reading = self._reading
-        if reading is None:
-            return
-        self._header.update(pages.header(reading))
-        self._tree.show(rows(reading.job, reading.nodes, self._opened, self._needle))
-        self._show_chosen()
+    def show(self) -> None:
+        """Draw the newest reading."""
+        if self.reading is not None:
+            self.header.update(pages.header(self.reading))
+            self.row_list.show(
+                rows(self.reading.job, self.reading.nodes, self._opened, self.needle)
+            )
+            self._show_chosen()
 
     def _show_chosen(self) -> None:
-        reading = self._reading
-        if reading is not None:
+        if self.reading is not None:
             width = max(20, self._detail.scrollable_content_region.width)
-            self._chosen.update(pages.detail(reading, self._tree.key, width))
+            self._chosen.update(pages.detail(self.reading, self.row_list.key, width))
 
     def on_resize(self, _: Resize) -> None:
         """Draw for the new width."""
@@ -167,48 +113,74 @@ class TopApp(App[None]):
     def on_row_list_chosen(self, _: RowList.Chosen) -> None:
         """Show another row on the right, and read its lines."""
         self._show_chosen()
-        self._due.set()
+        self.due.set()
 
-    def on_row_list_entered(self, event: RowList.Entered) -> None:
+    async def on_row_list_entered(self, event: RowList.Entered) -> None:
         """Open or close a row; of a rank, show its log."""
         row = event.row
         if row.open is None:
-            self.action_log()
+            await self.app.run_action("log")
             return
         wanted = not row.open if event.open is None else event.open
         (self._opened.add if wanted else self._opened.discard)(row.key)
-        self._show()
+        self.show()
         if wanted:
             self.action_again()
 
-    def action_find(self) -> None:
-        """Ask for what rows shall have."""
-        self._field.display = True
-        self._field.focus()
-
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filter while it is typed."""
-        if event.input is self._field:
-            self._needle = event.value
-            self._show()
+        self.needle = event.value
+        self.show()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
+    def find(self, needle: str) -> None:
         """Keep the filter, and go to the rows."""
-        if event.input is self._field:
-            event.input.display = bool(event.value)
-            self._tree.focus()
+        self.field.display = bool(needle)
 
     def action_back(self) -> None:
         """End the filter."""
-        self._field.value = self._needle = ""
-        self._field.display = False
-        self._tree.focus()
-        self._show()
+        self.end_filter()
+        self.show()
 
     def action_again(self) -> None:
         """Read again now."""
         self._full_at = 0.0
-        self._due.set()
+        self.due.set()
+
+
+class TopApp(App[None]):
+    """One run on the screen; ``reader`` reads it."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS_PATH = "top.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "log", "Log"),
+        Binding("s", "stacks", "Stacks"),
+        Binding("w", "why", "Why"),
+        Binding("m", "metrics", "Metrics"),
+        Binding("question_mark", "help", "Help"),
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
+    ]
+
+    def __init__(self, reader: TopReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._job = JobScreen(reader)
+
+    def get_default_screen(self) -> JobScreen:
+        """Return the first screen."""
+        return self._job
+
+    def on_load(self) -> None:
+        """Have signals that end the command give the terminal back first."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            asyncio.get_running_loop().add_signal_handler(number, self._leave, 128 + number)
+
+    def _leave(self, code: int) -> None:
+        if not os.isatty(sys.stdin.fileno()):
+            os._exit(code)  # the terminal is gone, and the driver would wait for it
+        self.exit(return_code=code)
 
     def _page(self, title: str, read: Read, once: bool) -> None:
         if len(self.screen_stack) > 1:
@@ -220,12 +192,10 @@ class TopApp(App[None]):
 
     def action_log(self) -> None:
         """Show the log of what is chosen."""
-        row, reading = self._tree.row, self._reading
+        row, reading = self._job.row_list.row, self._job.reading
         if row is not None and reading is not None:
-            own = pages.own_node(reading.job)
-            name = row.name if row.key else f"{row.name}, node {own}"
-            page = self._reader.log(row.key, reading.job)
-            self._page(f"log of {name}", page.read, once=False)
+            name = row.name if row.key else f"{row.name}, node {pages.own_node(reading.job)}"
+            self._page(f"log of {name}", self._reader.log(row.key, reading.job).read, once=False)
 
     def action_stacks(self) -> None:
         """Show where all ranks are."""
@@ -237,11 +207,11 @@ class TopApp(App[None]):
 
     def action_metrics(self) -> None:
         """Show what the script has reported."""
-        key = self._tree.key
+        key = self._job.row_list.key
         rank = key[1] if len(key) == 2 else None
         of = "all ranks" if rank is None else f"rank {rank}"
-        read = fixed(lambda: self._reader.metrics(rank, self.size.width - TEXT_WIDTH))
-        self._page(f"metrics of {self._reader.name}, {of}", read, once=True)
+        read = partial(self._reader.metrics, rank, self.size.width - TEXT_WIDTH)
+        self._read_once(f"metrics of {self._reader.name}, {of}", read)
 
     def action_help(self) -> None:
         """Show the keys."""

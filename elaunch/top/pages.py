@@ -11,24 +11,25 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from elaunch.errors import ElaunchError
-from elaunch.monitor.logfiles import Choice
-from elaunch.monitor.nodeviews import stacks_of
-from elaunch.monitor.screen.curves import MetricsReader
-from elaunch.monitor.screen.logtail import Line, LogFilter, RunLogs, newer, search
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
 from elaunch.runs.job import Job, Worker
 from elaunch.text import block, duration, moment, one_line, size
 from elaunch.top.tree import Key, TreeNode, nodes
 from elaunch.views import failures
+from elaunch.views.agents import stacks_of
 from elaunch.views.attention import attention
+from elaunch.views.curves import MetricsReader
 from elaunch.views.layout import Cell, Fields, Page, Paragraph, Table, Title, styled
+from elaunch.views.logs import Choice
+from elaunch.views.logtail import Line, LogFilter, RunLogs, newer, search
 from elaunch.views.page import run_page
 from elaunch.views.read import RunReader, read
 
@@ -36,26 +37,6 @@ RECENT: Final = 8
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
 MOST_SPARKS: Final = 80
 LEVELS: Final = {"bad": ("✗", "bold red"), "warn": ("!", "yellow")}
-
-HELP: Final = """\
-key          shows                               the same for programs
-up, down, …  go through the tree                 elaunch top RUN --json
-left, right  close and open a node               elaunch status RUN --json
-Enter        open or close it; a rank's log
-l            the log of what is chosen, followed elaunch logs RUN --rank N
-s            where all ranks are now             elaunch stacks RUN --json
-w            why a round has failed              elaunch why RUN --json
-m            what the script has reported        elaunch metrics RUN --json
-/            filter: a rank, a state, a host; elsewhere lines
-r            read again now
-Esc          end the filter, go back
-q, Ctrl-C    quit; the job goes on
-
-✗   a rank has failed, is gone, or is silent for half of the hang timeout
-!   a rank is behind the others, or comes last to the collectives
-
-Nothing here changes the job. Each view has the time at which it was read.
-"""
 
 
 @dataclass(frozen=True)
@@ -176,7 +157,7 @@ def _lines(text: str) -> list[Text]:
 
 def help_lines() -> list[Text]:
     """Return the help."""
-    return _lines(HELP)
+    return _lines(Path(__file__).with_name("help.txt").read_text())
 
 
 def header(reading: TopReading) -> Text:

@@ -1,4 +1,4 @@
-"""The widgets of ``elaunch top``: a list of tree rows with a cursor, and a screen of lines.
+"""The widgets of ``elaunch top``: tree rows with a cursor, and screens that are read anew.
 
 A row is drawn when it is seen, so thousands cost nothing. The lines are read again and again: a
 log, stacks, why, metrics, help.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widget import Widget
 from textual.widgets import Footer, Input, RichLog, Static
 
 from elaunch.errors import ElaunchError
@@ -44,8 +46,8 @@ class RowList(ScrollView):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "page(-1)", "Page up", show=False),
-        Binding("pagedown", "page(1)", "Page down", show=False),
+        Binding("pageup", "move(-1, True)", "Page up", show=False),
+        Binding("pagedown", "move(1, True)", "Page down", show=False),
         Binding("home,g", "edge(0)", "First", show=False),
         Binding("end,G", "edge(-1)", "Last", show=False),
         Binding("enter", "enter", "Open", show=False),
@@ -126,13 +128,9 @@ class RowList(ScrollView):
         self.refresh()
         self.post_message(self.Chosen())
 
-    def action_move(self, by: int) -> None:
-        """Go up or down by rows."""
-        self._choose(self._at + by)
-
-    def action_page(self, by: int) -> None:
-        """Go up or down by screens."""
-        self._choose(self._at + by * max(1, self.size.height - 1))
+    def action_move(self, by: int, screens: bool = False) -> None:
+        """Go up or down by rows, or by screens."""
+        self._choose(self._at + by * (max(1, self.size.height - 1) if screens else 1))
 
     def action_edge(self, at: int) -> None:
         """Go to the first row, or the last."""
@@ -189,66 +187,124 @@ def _run(work: Callable[[], T], done: concurrent.futures.Future[T]) -> None:
         done.set_exception(error)
 
 
-class Pager(Screen[None]):
+class LiveScreen(Screen[None]):
+    """A header, a body that is read again and again, and a field for what is looked for.
+
+    Attributes:
+        header, field: not looked up: a reading may come when the screen is closed and has nothing
+            left in it.
+        needle: what is looked for.
+        due: set where a reading shall not wait for its time.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "find", "Filter"),
+        Binding("r", "again", "Read again", show=False),
+    ]
+
+    def __init__(self, title: str, first: Widget, hint: str) -> None:
+        super().__init__()
+        self._heading, self._first = title, first
+        self.header = Static(id="header", markup=False)
+        self.field = Input(placeholder=hint, id="filter")
+        self.needle = ""
+        self.due = asyncio.Event()
+
+    def compose(self) -> ComposeResult:
+        """Make the widgets."""
+        yield self.header
+        yield from self.body()
+        yield self.field
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Begin to read."""
+        self.field.display = False
+        self._first.focus()
+        self.say("reading …")
+        self.run_worker(self._follow())
+
+    def body(self) -> ComposeResult:
+        """Make what is below the header."""
+        yield self._first
+
+    async def step(self) -> float | None:
+        """Read and show; return when the next time is, None: when it is asked for."""
+        raise NotImplementedError
+
+    async def _follow(self) -> None:
+        while True:
+            self.due.clear()
+            at = await self.step()
+            with contextlib.suppress(asyncio.TimeoutError):
+                pause = None if at is None else max(0.0, at - time.monotonic())
+                await asyncio.wait_for(self.due.wait(), pause)
+
+    def say(self, text: str) -> None:
+        """Show a remark in the header."""
+        head = Text(no_wrap=True, overflow="ellipsis").append(f"{self._heading}  ", "bold")
+        self.header.update(head.append(one_line(text)))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Look for it."""
+        self.find(event.value)
+        self._first.focus()
+
+    def find(self, needle: str) -> None:
+        """Show only what has it."""
+        raise NotImplementedError
+
+    def end_filter(self) -> None:
+        """Show everything again."""
+        self.field.value = self.needle = ""
+        self.field.display = False
+        self._first.focus()
+
+    def action_find(self) -> None:
+        """Ask for what is looked for."""
+        self.field.display = True
+        self.field.focus()
+
+    def action_again(self) -> None:
+        """Read again now."""
+        self.due.set()
+
+
+class Pager(LiveScreen):
     """Shows the lines that ``read`` returns; ``once``: they are not read again by themselves."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back"),
-        Binding("slash", "find", "Filter"),
-        Binding("r", "again", "Read again", show=False),
         Binding("g", "edge(False)", "First", show=False),
         Binding("G", "edge(True)", "Last", show=False),
     ]
 
     def __init__(self, title: str, read: Read, once: bool) -> None:
-        super().__init__()
-        self._title = title
-        self._read = read
-        self._once = once
-        self._needle = ""
-        self._due = asyncio.Event()
-        self._laid_out = asyncio.Event()
-        # Not looked up: a reading may come when the screen is closed and has nothing left in it.
-        self._header = Static(id="header", markup=False)
         self._lines = RichLog(max_lines=KEPT_LINES, auto_scroll=not once, min_width=1, wrap=True)
-        self._field = Input(placeholder="only lines with this", id="filter")
-
-    def compose(self) -> ComposeResult:
-        """Make the widgets."""
-        yield self._header
-        yield self._lines
-        yield self._field
-        yield Footer(show_command_palette=False)
+        super().__init__(title, self._lines, "only lines with this")
+        self._read, self._once = read, once
+        self._laid_out = asyncio.Event()
 
     def on_mount(self) -> None:
-        """Begin to read."""
-        self._field.display = False
-        self._lines.focus()
-        self._say("reading …")
+        """Learn when there is a width to wrap lines at; the base begins to read."""
         self.screen_layout_refresh_signal.subscribe(self, self._measured, immediate=True)
-        self.run_worker(self._follow())
 
     def _measured(self, _: Screen[None]) -> None:
         if self._lines.size.width:
             self._laid_out.set()
 
-    async def _follow(self) -> None:
+    async def step(self) -> float | None:
+        """Read lines and show them."""
         # Lines that are written before would be wrapped at no column: nothing of them is seen.
         await self._laid_out.wait()
-        while True:
-            self._due.clear()
-            began = time.process_time()
-            try:
-                replaced, lines = await in_thread(lambda: self._read(self._needle))
-            except (ElaunchError, OSError, LookupError) as error:
-                replaced, lines = True, [Text(one_line(str(error)), style="red")]
-            self._show(replaced, lines)
-            spent = time.process_time() - began
-            pause = None if self._once else max(LEAST_S, SHARE * spent)
-            try:
-                await asyncio.wait_for(self._due.wait(), pause)
-            except asyncio.TimeoutError:
-                continue
+        began = time.process_time()
+        try:
+            replaced, lines = await in_thread(lambda: self._read(self.needle))
+        except (ElaunchError, OSError, LookupError) as error:
+            replaced, lines = True, [Text(one_line(str(error)), style="red")]
+        self._show(replaced, lines)
+        pause = max(LEAST_S, SHARE * (time.process_time() - began))
+        return None if self._once else time.monotonic() + pause
 
     def _show(self, replaced: bool, lines: list[Text]) -> None:
         log = self._lines
@@ -263,31 +319,13 @@ class Pager(Screen[None]):
         if replaced and not log.auto_scroll:
             log.scroll_to(at.x, at.y, animate=False)
         now = time.time()
-        kept = f", lines with {self._needle!r}" if self._needle else ""
-        self._say(f"read at {moment(now, now)}{kept}")
+        kept = f", lines with {self.needle!r}" if self.needle else ""
+        self.say(f"read at {moment(now, now)}{kept}")
 
-    def _say(self, text: str) -> None:
-        head = Text(no_wrap=True, overflow="ellipsis").append(f"{self._title}  ", "bold")
-        self._header.update(head.append(one_line(text)))
-
-    def action_find(self) -> None:
-        """Ask for what lines shall have."""
-        self._field.display = True
-        self._field.focus()
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
+    def find(self, needle: str) -> None:
         """Show only lines with it."""
-        self._needle = event.value
-        self._hide()
-
-    def _hide(self) -> None:
-        self._field.display = False
-        self._lines.focus()
-        self._due.set()
-
-    def action_again(self) -> None:
-        """Read again now."""
-        self._due.set()
+        self.needle, self.field.display = needle, False
+        self.due.set()
 
     def action_edge(self, last: bool) -> None:
         """Go to the first line, or the last."""
@@ -296,9 +334,9 @@ class Pager(Screen[None]):
 
     def action_back(self) -> None:
         """End the filter, or the screen."""
-        if self._field.display or self._needle:
-            self._field.value = self._needle = ""
-            self._hide()
+        if self.field.display or self.needle:
+            self.end_filter()
+            self.due.set()
         else:
             self.app.pop_screen()
 

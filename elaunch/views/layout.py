@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -128,14 +128,16 @@ def fields(facts: Iterable[tuple[str, str]]) -> Fields:
     return Fields(tuple((name, one_line(value)) for name, value in facts))
 
 
-def table(columns: str, rows: Iterable[Iterable[object]], usual: str = "") -> Table:
+def table(
+    columns: str, rows: Iterable[Iterable[object]], usual: str = "", more: Sequence[Column] = ()
+) -> Table:
     """Return a table; a value is a :class:`Cell`, text, a number, or None or "" for NOTHING.
 
     ``columns`` are names with commas between. Behind a name, ``>`` writes its values at the right,
     ``~`` folds them on a narrow terminal, and ``?`` leaves the column out there.
     """
     named = [_column(name.strip()) for name in columns.split(",")]
-    return Table(tuple(named), tuple(tuple(map(_cell, row)) for row in rows), usual)
+    return Table((*named, *more), tuple(tuple(map(_cell, row)) for row in rows), usual)
 
 
 def _column(text: str) -> Column:

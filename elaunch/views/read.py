@@ -225,7 +225,7 @@ class OtherNodes:
         self._thread.join(patience)
 
     def _answered(self, nodes: list[int], now: int) -> None:
-        from elaunch.monitor.nodeviews import ask
+        from elaunch.views.agents import ask
 
         self._asked |= dict.fromkeys(nodes, time.monotonic())
         new = [number for number in nodes if number not in self._answers]
@@ -268,24 +268,21 @@ class RunReader:
     """Reads one run again and again, with its workers, its other nodes and its checkpoints.
 
     CPU is measured from one reading to the next, for the first one over 0.1 s. ``pace`` is how fast
-    the workers go. A ``screen`` gets the failed rounds in short.
+    the workers go. A ``screen`` gets the failed rounds in short. For the first reading other nodes
+    have ``first_s`` seconds to answer, for others PATIENCE_S.
     """
 
-    def __init__(self, run: RunDir, screen: bool = False) -> None:
+    def __init__(self, run: RunDir, screen: bool = False, first_s: float = FIRST_S) -> None:
         self.run = run
         self.pace = StepRate()
         self._screen = screen
         self._cards: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._patience = FIRST_S
+        self._patience = first_s
         self._measured: Mapping[int, Measurement] = {}
         self._others = OtherNodes(run)
 
-    def read(self, wanted: Collection[int] | None = None, patience: float | None = None) -> Job:
-        """Return the run as it is now.
-
-        The agents of the ``wanted`` nodes, or of all, have ``patience`` seconds to answer, by
-        default FIRST_S for the first reading and PATIENCE_S for others.
-        """
+    def read(self, wanted: Collection[int] | None = None) -> Job:
+        """Return the run as it is now; the agents of ``wanted`` nodes are asked, or of all."""
         job = read(self.run)
         if (record := job.record) is None:
             return job
@@ -310,7 +307,7 @@ class RunReader:
         )
         self.pace.see(job.read_at, record["round"], [one.progress or {} for one in job.workers])
         if job.others:
-            job = self._others.complete(job, wanted, patience or self._patience)
+            job = self._others.complete(job, wanted, self._patience)
         self._patience = PATIENCE_S
         return job
 

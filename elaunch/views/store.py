@@ -59,7 +59,6 @@ from elaunch import atonce
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.endings import PREEMPTED
 from elaunch.errors import StoreDenied, StoreError, StoreUnreachable, UsageError
-from elaunch.monitor.watch import pause
 from elaunch.rendezvous import munge, records
 from elaunch.rendezvous.decide.members import Applicant, by_hint
 from elaunch.rendezvous.munge import MungeError
@@ -70,6 +69,7 @@ from elaunch.runs.record import JobTimingRecord
 from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.store.protocol import Store
 from elaunch.text import host_port, listed
+from elaunch.views.watch import pause
 
 OPEN_TIMEOUT_S: Final = 5.0
 """Seconds to try to connect; an agent may wait for its store, a person does not."""
@@ -392,10 +392,10 @@ class JobStore:
         return dict(found)
 
 
-def read_jobs(rendezvous: RendezvousSettings, ids: Sequence[str]) -> list[StoreJob]:
-    """Read several jobs of an etcd; those whose last keys expired meanwhile are left out."""
+def read_jobs(rendezvous: RendezvousSettings) -> list[StoreJob]:
+    """Read all jobs of a store; those whose last keys expired meanwhile are left out."""
     found = []
-    for run_id in sorted(ids):
+    for run_id in run_ids(rendezvous):
         with contextlib.closing(open_for_reading(rendezvous, run_id)) as store:
             try:
                 key = records.key_of(secret_of(rendezvous, run_id, store), run_id)

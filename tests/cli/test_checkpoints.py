@@ -19,8 +19,8 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.cli import execute
 from tests.checkpoint import makers, storages
-from tests.monitor.conftest import Play, environ, play
 from tests.opens import opened_below
+from tests.views.conftest import Play, environ, play
 
 __all__ = ["environ", "play"]
 

@@ -19,8 +19,8 @@ from elaunch.runs.directory import RunDir, create
 from elaunch.runs.record import new_worker
 from tests.agent.status.test_views import LOADS, WAITS, job, taken
 from tests.dashboard.asking import ask
-from tests.monitor.conftest import Play
-from tests.monitor.played_agent import new_record
+from tests.views.conftest import Play
+from tests.views.played_agent import new_record
 
 HOSTILE = "</script><script>alert(1)</script>\u202e\x1b[31m"
 

@@ -18,8 +18,8 @@ from elaunch.errors import RunDirError, UsageError
 from elaunch.runs import directory
 from elaunch.runs.directory import RunDir, create, find, list_runs, prune
 from tests import programs
-from tests.monitor.played_agent import new_record
 from tests.opens import opened_below
+from tests.views.played_agent import new_record
 
 DEAD_TICKS = 1
 

@@ -20,7 +20,7 @@ from elaunch.runs import identity
 from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import AgentRecord, WorkerRecord
 from tests.launching import wait_until
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 SLEEP = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 

@@ -20,7 +20,7 @@ from elaunch.runs.record import (
     new_round,
     new_worker,
 )
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import Record
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 
 def ended(lasted: float, rounds: int = 1, **changes: Any) -> Record:

@@ -1,5 +1,5 @@
 """A state directory of the test alone, and agents that are played in it."""
 
-from tests.monitor.conftest import environ, play
+from tests.views.conftest import environ, play
 
 __all__ = ["environ", "play"]

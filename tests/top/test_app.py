@@ -30,8 +30,8 @@ from elaunch.top.pages import TopReader
 from elaunch.top.widgets import RowList
 from tests.dashboard.test_app import failed, made
 from tests.launching import Launcher
-from tests.monitor.conftest import Play
 from tests.top.screens import closed, drawn, run_json, seen
+from tests.views.conftest import Play
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] 漢字\u202e\tend"
 SMALL, WIDE = (80, 24), (200, 50)

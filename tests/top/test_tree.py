@@ -14,7 +14,7 @@ from elaunch.runs.job import Job, NodeSeen, Worker
 from elaunch.runs.record import new_worker
 from elaunch.top.pages import TopReading, detail
 from elaunch.top.tree import JOB, TreeNode, document, nodes, rows
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 
 def seen(slots: int, hosts: list[str], workers: list[Worker], here: int = 0, **more: Any) -> Job:

@@ -19,7 +19,7 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.runs.directory import create
 from elaunch.torchrun import LaunchConfig, agentprocess, calls, elastic_launch
 from elaunch.torchrun.calls import call_of, pickled
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 
 def test_a_pipe_of_both_directions_takes_a_fork() -> None:

@@ -28,7 +28,7 @@ from elaunch.runs.usage import Usage
 from elaunch.views.json import one_run
 from elaunch.views.layout import Table, plain, styled
 from elaunch.views.page import list_page, parts_of, run_page
-from tests.monitor.played_agent import new_record
+from tests.views.played_agent import new_record
 
 NOW = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 FAILURE = {

@@ -17,8 +17,8 @@ from elaunch.runs.record import new_worker
 from elaunch.views import read as module
 from elaunch.views.read import read, read_all
 from tests.launching import wait_until
-from tests.monitor.conftest import Play
-from tests.monitor.playing import final
+from tests.views.conftest import Play
+from tests.views.playing import final
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from elaunch.views.json import listed, one_run
 from elaunch.views.page import run_page
 from elaunch.views.read import RunReader, read_all
 from tests.launching import freeze, wait_until
-from tests.monitor.conftest import Play
-from tests.monitor.playing import final
 from tests.runs.test_verdict import ended
+from tests.views.conftest import Play
+from tests.views.playing import final
 
 
 def take(run: RunDir) -> Job:

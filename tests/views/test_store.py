@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli.views.status import job_reader, jobs_reader
 from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
 from elaunch.errors import StoreDenied, StoreUnreachable, UsageError
-from elaunch.monitor.watch import WatchReading, changes, watch
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode, encode_plan
-from elaunch.views.store import JobStore, look, run_ids
+from elaunch.views.json import store_job
+from elaunch.views.store import JobStore, StoreJob, look, read_jobs, run_ids
+from elaunch.views.watch import changes, watch
 from tests.launching import wait_until
-from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob, record
 from tests.store.memory import MemoryHub
+from tests.views.jobs import BACKENDS, Meetings, PlayedJob, record
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -37,27 +37,27 @@ def etcd(tmp_path: Path) -> Iterator[Meetings]:
         yield meetings
 
 
-def reading(meetings: Meetings, run_id: str = "train-1") -> WatchReading:
+def reading(meetings: Meetings, run_id: str = "train-1") -> StoreJob:
     """Return one reading of a job."""
     with closing(JobStore(meetings.settings, run_id)) as reader:
-        return job_reader(reader)(None)
+        return reader.read()
 
 
 @pytest.mark.slow
 def test_a_job_is_read_from_its_store(meetings: Meetings) -> None:
     with PlayedJob(meetings, "train-1", nodes=2) as job:
-        wait_until(lambda: all(n["agent_state"] for n in reading(meetings).document["nodes"]))
+        wait_until(lambda: all(n["agent_state"] for n in store_job(reading(meetings))["nodes"]))
         found = reading(meetings)
-        document = found.document
+        document = store_job(found)
         assert (document["run_id"], document["state"], found.live) == ("train-1", "RUNNING", True)
         assert [node["state"] for node in document["nodes"]] == ["alive", "alive"]
         assert [node["last_rank"] for node in document["nodes"]] == [1, 3]
         assert document["place"] == job.stores[0].name
         job.stores[1].withdraw()
-        wait_until(lambda: reading(meetings).document["nodes"][1]["state"] == "gone")
+        wait_until(lambda: store_job(reading(meetings))["nodes"][1]["state"] == "gone")
         job.post(phase="over", exit_code=0, reason="all workers ended with 0")
         found = reading(meetings)
-        assert (found.document["state"], found.live) == ("COMPLETED", False)
+        assert (found.state, found.live) == ("COMPLETED", False)
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_agents_that_gather_have_no_plan_yet(meetings: Meetings) -> None:
     with closing(meetings.open("train-1")) as store:
         store.enrol("aaaaaa", encode(record(1, state="joining", round=-1), None, "aaaaaa"), 60.0)
         # A TCPStore tells readers a moment later.
-        wait_until(lambda: reading(meetings).document["joining"])
-        document = reading(meetings).document
+        wait_until(lambda: store_job(reading(meetings))["joining"])
+        document = store_job(reading(meetings))
     assert (document["state"], document["round"]) == ("FORMING", None)
     assert [node["host"] for node in document["joining"]] == ["node1"]
 
@@ -95,12 +95,12 @@ def test_a_new_plan_is_seen_at_once(meetings: Meetings) -> None:
         PlayedJob(meetings, "train-1") as job,
         closing(JobStore(meetings.settings, "train-1")) as reader,
     ):
-        followed = changes(watch(job_reader(reader), 60.0, reader.wait))
-        assert next(followed).document["state"] == "RUNNING"
+        followed = changes(watch(lambda: [reader.read()], 60.0, reader.wait))
+        assert next(followed)[0].state == "RUNNING"
         later = threading.Timer(0.2, lambda: job.post(phase="over", exit_code=0))
         later.start()
         began = time.monotonic()
-        assert [each.document["state"] for each in followed] == ["COMPLETED"]
+        assert [each.state for (each,) in followed] == ["COMPLETED"]
         assert time.monotonic() - began < 30
         later.join()
 
@@ -185,16 +185,11 @@ def test_an_etcd_has_many_jobs(etcd: Meetings) -> None:
         reading(etcd)
     with PlayedJob(etcd, "b/2") as one, PlayedJob(etcd, "a 1", secret=b"other"):
         assert run_ids(etcd.settings) == ("a 1", "b/2")
-        read = jobs_reader(etcd.settings, run_ids(etcd.settings))
-        first = read(None)
-        assert [(j["run_id"], j["state"]) for j in first.document] == [
-            ("a 1", "UNREADABLE"),
-            ("b/2", "RUNNING"),
-        ]
+        first = read_jobs(etcd.settings)
+        assert [(j.run_id, j.state) for j in first] == [("a 1", "UNREADABLE"), ("b/2", "RUNNING")]
         one.post(phase="over", exit_code=3)
-        second = read(first)
-        assert [job["state"] for job in second.document] == ["UNREADABLE", "FAILED"]
-        assert (first.live, second.live) == (True, False)
+        second = read_jobs(etcd.settings)
+        assert [job.state for job in second] == ["UNREADABLE", "FAILED"]
 
 
 def test_another_prefix_of_an_etcd_has_other_jobs(etcd: Meetings) -> None:

@@ -17,7 +17,7 @@ from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 
 if TYPE_CHECKING:
-    from elaunch.monitor.logfiles import Choice, Reader
+    from elaunch.views.logs import Choice, Reader
 
 
 @click.command("logs", context_settings={"token_normalize_func": places.normal})
@@ -58,10 +58,10 @@ def logs(
     without it, the newest run. With --rdzv-backend and --rdzv-endpoint: a running job in a store,
     from any machine that reaches it and the nodes.
     """
-    from elaunch.monitor.logfiles import Choice, Reader, nodes_of, parse_ranks
-    from elaunch.monitor.logfiles import follow_console as console
     from elaunch.runs import directory
     from elaunch.runs.logtree import STREAMS
+    from elaunch.views.logs import Choice, Reader, nodes_of, parse_ranks
+    from elaunch.views.logs import follow_console as console
 
     follow, dirs, grep = bool(flags["follow"]), bool(flags["dirs"]), flags["grep"]
     choice = Choice(
@@ -94,8 +94,8 @@ def logs(
 
 
 def _print_directories(run: str | None, choice: Choice, line: Mapping[str, str]) -> None:
-    from elaunch.monitor.logfiles import directories, nodes_of
     from elaunch.runs import directory
+    from elaunch.views.logs import directories, nodes_of
 
     if line:
         flag = next(iter(line))
@@ -107,7 +107,7 @@ def _print_directories(run: str | None, choice: Choice, line: Mapping[str, str])
 
 
 def _show_job(line: Mapping[str, str], choice: Choice, follow: bool) -> None:
-    from elaunch.monitor.logfiles import Reader, nodes_of_job
+    from elaunch.views.logs import Reader, nodes_of_job
 
     with ExitStack() as stack:
         job = places.agents(line, stack)

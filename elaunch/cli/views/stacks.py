@@ -41,8 +41,8 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool, **place: 
     directory; without it, the newest run. With --rdzv-backend and --rdzv-endpoint: a job in a
     store, from any machine that reaches it and the nodes.
     """
-    from elaunch.monitor.nodeviews import stacks_of
     from elaunch.runs import directory
+    from elaunch.views.agents import stacks_of
 
     options = [name for name, on in (("--native", native), ("--locals", values)) if on]
     line = places.given(place, run)
@@ -79,8 +79,8 @@ def profile(
     newest run.
     """
     from elaunch.agent.hangs import stacks
-    from elaunch.monitor.nodeviews import profile_of
     from elaunch.runs import directory, statedir
+    from elaunch.views.agents import profile_of
 
     if run and not duration and _DURATION.fullmatch(run) and not run.isdigit():
         run, duration = None, run

@@ -12,8 +12,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,13 +25,7 @@ from elaunch.errors import UsageError
 from elaunch.views.layout import echo_plain, on_terminal, show
 
 if TYPE_CHECKING:
-    from elaunch.config.rendezvous import RendezvousSettings
-    from elaunch.monitor.watch import Read, WatchReading
-    from elaunch.runs.directory import RunDir
-    from elaunch.runs.job import Job
-    from elaunch.views.store import JobStore
-
-Wait = Callable[[float], None]
+    from elaunch.views.layout import Page
 
 
 @click.command("status", context_settings={"token_normalize_func": places.normal})
@@ -66,17 +62,27 @@ def status(
     line = places.given(place, run)
     _refuse_all(everything, line)
     with _quiet_interrupt(), ExitStack() as stack:
-        read, wait = _job_reader(line, stack) if line else _reader(run, everything)
+        view = view_of_store(line, stack) if line else view_of_runs(run, everything)
         if not watching:
-            _print(read(None), as_json)
+            _print(view, view.read(), as_json)
             return
-        from elaunch.monitor.watch import watch
+        from elaunch.views.watch import changes, require_reader, watch
 
-        readings = watch(read, interval or 1.0, _with_reader(wait))
-        if as_json or not on_terminal():
-            _follow_in_lines(readings, as_json)
-        else:
-            _follow_on_terminal(readings)
+        def wait(seconds: float) -> None:
+            view.wait(seconds)
+            require_reader()
+
+        readings = watch(view.read, interval or 1.0, wait)
+        if on_terminal() and not as_json:
+            _follow_on_terminal(view, readings)
+            return
+        for number, jobs in enumerate(changes(readings)):
+            if as_json:
+                click.echo(json.dumps(view.document(jobs)))
+                continue
+            if number:
+                click.echo()
+            echo_plain(view.page(jobs))
 
 
 @click.command("runs")
@@ -93,8 +99,8 @@ def runs(verb: str, as_json: bool, everything: bool) -> None:
     if verb != "ls":
         raise UsageError(f"elaunch runs lists all of them; one run: elaunch status {verb}")
     with _quiet_interrupt():
-        read, _ = _reader(None, everything)
-        _print(read(None), as_json)
+        view = view_of_runs(None, everything)
+        _print(view, view.read(), as_json)
 
 
 def _refuse_idle_flags(
@@ -113,130 +119,68 @@ def _refuse_all(everything: bool, line: Mapping[str, str]) -> None:
         )
 
 
-def _reader(run: str | None, everything: bool) -> tuple[Read, Wait]:
-    from elaunch.monitor.watch import pause
+@dataclass(frozen=True)
+class StatusView:
+    """A job, or a list of them, that is looked at: how it is read, waited for, and shown."""
+
+    read: Callable[[], Sequence[Any]]
+    wait: Callable[[float], None]
+    page: Callable[[Sequence[Any]], Page]
+    document: Callable[[Sequence[Any]], Any]
+
+
+def view_of_runs(run: str | None, everything: bool) -> StatusView:
+    """Return the view of all runs of this machine, or of one."""
     from elaunch.runs.directory import find
-
-    if run is None:
-        return list_reader(os.environ, everything), pause
-    return run_reader(find(run, os.environ)), pause
-
-
-def run_reader(run: RunDir) -> Read:
-    """Return what reads one run; RunDirError where it cannot be read."""
-    from elaunch.monitor.watch import WatchReading
     from elaunch.views import json as documents
-    from elaunch.views.page import run_page
-    from elaunch.views.read import RunReader
+    from elaunch.views.page import list_page, run_page
+    from elaunch.views.read import RunReader, read_all
+    from elaunch.views.watch import pause
     from elaunch.wire.control import WORKERS_S
 
-    reader = RunReader(run)
-
-    def read(last: WatchReading | None) -> WatchReading:
-        job = reader.read(patience=WORKERS_S if last is None else None)
-        return WatchReading(run_page(job), documents.one_run(job), _gist(job), job.live)
-
-    return read
+    if run is None:
+        page = partial(list_page, everything=everything)
+        return StatusView(partial(read_all, os.environ, everything), pause, page, documents.listed)
+    reader = RunReader(find(run, os.environ), first_s=WORKERS_S)
+    return _of_one(reader.read, pause, run_page, documents.one_run)
 
 
-def list_reader(environ: Mapping[str, str], everything: bool) -> Read:
-    """Return what reads all runs."""
-    from elaunch.monitor.watch import WatchReading
+def view_of_store(line: Mapping[str, str], stack: ExitStack) -> StatusView:
+    """Return the view of a job, or of several, in the store that the flags name."""
     from elaunch.views import json as documents
-    from elaunch.views.page import list_page
-    from elaunch.views.read import read_all
-
-    def read(last: WatchReading | None) -> WatchReading:
-        jobs = read_all(environ, everything)
-        gist = tuple(
-            (job.run, job.state, job.agent, job.reason, job.record and job.record["round"])
-            for job in jobs
-        )
-        live = any(job.live for job in jobs)
-        return WatchReading(list_page(jobs, everything), documents.listed(jobs), gist, live)
-
-    return read
-
-
-def _gist(job: Job) -> object:
-    record = job.known
-    workers = tuple((w.record["pid"], w.state, w.record["exit"]) for w in job.workers)
-    latest = job.latest and (job.latest.path, job.latest.step)
-    how = (job.state, job.agent, job.reason, record["round"], "awaited" in record)
-    return how, tuple(record["restarts"].items()), workers, latest
-
-
-def _job_reader(line: Mapping[str, str], stack: ExitStack) -> tuple[Read, Wait]:
-    """Return what reads a job, or several, in the store that the flags name."""
-    from elaunch.monitor.watch import pause
-    from elaunch.views.store import JobStore
+    from elaunch.views.page import store_page, stores_page
+    from elaunch.views.store import JobStore, read_jobs
+    from elaunch.views.watch import pause
 
     rendezvous, ids = places.jobs(line)
     if len(ids) > 1:
-        return jobs_reader(rendezvous, ids), pause
+        listed = partial(map, documents.store_job)
+        return StatusView(
+            partial(read_jobs, rendezvous), pause, stores_page, lambda jobs: list(listed(jobs))
+        )
     store = stack.enter_context(closing(JobStore(rendezvous, ids[0])))
-    return job_reader(store), store.wait
+    return _of_one(store.read, store.wait, store_page, documents.store_job)
 
 
-def job_reader(store: JobStore) -> Read:
-    """Return what reads a job in its store."""
-    from elaunch.monitor.watch import WatchReading
-    from elaunch.views import json as documents
-    from elaunch.views.page import store_page
-
-    def read(last: WatchReading | None) -> WatchReading:
-        job = store.read()
-        return WatchReading(store_page(job), documents.store_job(job), job.gist, job.live)
-
-    return read
+def _of_one(
+    read: Callable[[], Any],
+    wait: Callable[[float], None],
+    page: Callable[[Any], Page],
+    document: Callable[[Any], Any],
+) -> StatusView:
+    return StatusView(
+        lambda: (read(),), wait, lambda jobs: page(jobs[0]), lambda jobs: document(jobs[0])
+    )
 
 
-def jobs_reader(rendezvous: RendezvousSettings, ids: Sequence[str]) -> Read:
-    """Return what reads all jobs of an etcd; ``ids`` are those that are there to begin with."""
-    from elaunch.monitor.watch import WatchReading
-    from elaunch.views import json as documents
-    from elaunch.views.page import stores_page
-    from elaunch.views.store import read_jobs, run_ids
-
-    def read(last: WatchReading | None) -> WatchReading:
-        jobs = read_jobs(rendezvous, ids if last is None else run_ids(rendezvous))
-        gist, live = [job.gist for job in jobs], any(job.live for job in jobs)
-        return WatchReading(stores_page(jobs), list(map(documents.store_job, jobs)), gist, live)
-
-    return read
-
-
-def _print(reading: WatchReading, as_json: bool) -> None:
+def _print(view: StatusView, jobs: Sequence[Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(reading.document, indent=2))
+        click.echo(json.dumps(view.document(jobs), indent=2))
     else:
-        show(reading.page)
+        show(view.page(jobs))
 
 
-def _follow_in_lines(readings: Iterator[WatchReading], as_json: bool) -> None:
-    from elaunch.monitor.watch import changes
-
-    for number, reading in enumerate(changes(readings)):
-        if as_json:
-            click.echo(json.dumps(reading.document))
-            continue
-        if number:
-            click.echo()
-        echo_plain(reading.page)
-
-
-def _with_reader(wait: Wait) -> Wait:
-    """Return what waits so while somebody reads the output; raises BrokenPipeError."""
-    from elaunch.monitor.watch import require_reader
-
-    def waiting(seconds: float) -> None:
-        wait(seconds)
-        require_reader()
-
-    return waiting
-
-
-def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
+def _follow_on_terminal(view: StatusView, readings: Iterator[Sequence[Any]]) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -247,9 +191,9 @@ def _follow_on_terminal(readings: Iterator[WatchReading]) -> None:
             signal.signal(number, _leave)
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
-        for reading in readings:
+        for jobs in readings:
             # The cursor rests on a line of its own, where the terminal's ^C moves nothing.
-            live.update(Group(styled(reading.page, console.width), ""), refresh=True)
+            live.update(Group(styled(view.page(jobs), console.width), ""), refresh=True)
         live.vertical_overflow = "visible"
 
 

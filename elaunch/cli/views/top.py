@@ -32,7 +32,7 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
         from elaunch.views.read import RunReader
         from elaunch.wire.control import WORKERS_S
 
-        job = RunReader(found, screen=True).read(patience=WORKERS_S)
+        job = RunReader(found, screen=True, first_s=WORKERS_S).read()
         click.echo(json.dumps(tree.document(job), indent=2))
         return None
     if not (on_terminal() and sys.stdin is not None and sys.stdin.isatty()):

@@ -33,7 +33,7 @@ from elaunch.agent.status.socket import (
     may_ask,
 )
 from elaunch.errors import RunDirError
-from elaunch.monitor.nodeviews import ANSWER_S
+from elaunch.views.agents import ANSWER_S
 from elaunch.wire.control import ask as ask_agent
 from elaunch.wire.local import peer_uid, short_address
 from tests.launching import wait_until

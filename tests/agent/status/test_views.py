@@ -28,17 +28,17 @@ from elaunch.agent.status import views
 from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
-from elaunch.monitor.nodeviews import (
+from elaunch.runs.directory import RunDir
+from elaunch.runs.job import AgentState, Job, NodeSeen, round_nodes
+from elaunch.runs.logtree import Arrival
+from elaunch.runs.record import first_record, new_worker
+from elaunch.views.agents import (
     RemoteTree,
     answer_of,
     ask,
     profile_of,
     stacks_of,
 )
-from elaunch.runs.directory import RunDir
-from elaunch.runs.job import AgentState, Job, NodeSeen, round_nodes
-from elaunch.runs.logtree import Arrival
-from elaunch.runs.record import first_record, new_worker
 from elaunch.views.read import OtherNodes
 from tests.agent.peersrig import agents, tell
 from tests.threadless import no_threads

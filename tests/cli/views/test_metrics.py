@@ -20,8 +20,8 @@ from elaunch.runs.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, MetricFiles, firsts
 from elaunch.training.metrics.rows import Encoder
 from tests import warm
-from tests.monitor.conftest import environ
-from tests.monitor.played_agent import new_record
+from tests.views.conftest import environ
+from tests.views.played_agent import new_record
 
 __all__ = ["environ"]
 

@@ -21,9 +21,9 @@ import pytest
 
 from tests import warm
 from tests.launching import wait_until
-from tests.monitor.conftest import Play, environ, play
-from tests.monitor.jobs import BACKENDS, Meetings, PlayedJob
-from tests.monitor.playing import final
+from tests.views.conftest import Play, environ, play
+from tests.views.jobs import BACKENDS, Meetings, PlayedJob
+from tests.views.playing import final
 
 __all__ = ["environ", "play"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.views.test_status import ROOT, Terminal
-from tests.monitor.conftest import Play, environ, play
+from tests.views.conftest import Play, environ, play
 
 __all__ = ["environ", "play"]
 

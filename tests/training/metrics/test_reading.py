@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.screen.curves import nodes_of
 from elaunch.runs.directory import RunDir, create
 from elaunch.training.metrics.files import ROWS, SUPERSEDED, MetricFiles, firsts
 from elaunch.training.metrics.reading import MetricRows, RowTail, directories, read
 from elaunch.training.metrics.rows import Encoder
-from tests.monitor.played_agent import new_record
+from elaunch.views.curves import nodes_of
+from tests.views.played_agent import new_record
 
 ENDED = {"start_ticks": 1}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import UsageError
-from elaunch.monitor import logfiles
-from elaunch.monitor.logfiles import Choice, Reader, directories, nodes_of
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record, new_worker
+from elaunch.views import logs
+from elaunch.views.logs import Choice, Reader, directories, nodes_of
 
 NOW = 1_800_000_000.0
 
@@ -132,7 +132,7 @@ def test_one_rank_is_byte_exact(home: dict[str, str]) -> None:
 
 def test_a_line_without_an_end(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held up to LONGEST, whoever else writes; then so many bytes are a line."""
-    monkeypatch.setattr(logfiles, "LONGEST", 1000)
+    monkeypatch.setattr(logs, "LONGEST", 1000)
     run = recorded(runs_in(home), 0)
     parts = [(NOW + at, 0, "stdout", b"x" * 300) for at in range(4)]
     written(run.logs, [*parts, (NOW + 4, 1, "stdout", b"b\n"), (NOW + 5, 0, "stdout", b"y\nz\n")])

@@ -1,4 +1,4 @@
-"""Starts and directs the process of ``tests/monitor/played_agent.py``."""
+"""Starts and directs the process of ``tests/views/played_agent.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlayedAgent:
 
     def __init__(self, environ: dict[str, str], workers: int = 2, **record: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.monitor.played_agent", str(workers), json.dumps(record)],
+            [sys.executable, "-m", "tests.views.played_agent", str(workers), json.dumps(record)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elaunch import text
 from elaunch.errors import ElaunchError, RunDirError, UsageError
-from elaunch.monitor.nodeviews import RemoteTree
-from elaunch.monitor.watch import require_reader
 from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
 from elaunch.runs.identity import condition
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
 from elaunch.runs.record import FINAL_STATES, Record
+from elaunch.views.agents import RemoteTree
+from elaunch.views.watch import require_reader
 
 if TYPE_CHECKING:
     from elaunch.views.store import JobStore

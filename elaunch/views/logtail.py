@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elaunch.errors import RunDirError
-from elaunch.monitor.logfiles import Choice, FollowedLog, Reader, nodes_of
 from elaunch.runs.directory import RunDir, is_live
+from elaunch.views.logs import Choice, FollowedLog, Reader, nodes_of
 
 LINES: Final = 500
 BUDGET_S: Final = 0.08

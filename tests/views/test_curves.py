@@ -11,10 +11,10 @@ import pytest
 
 from elaunch.dashboard.app import Dashboard
 from elaunch.dashboard.guard import App
-from elaunch.monitor.screen.curves import BUCKETS, SEPARATE
 from elaunch.runs.directory import RunDir
 from elaunch.runs.record import new_round
 from elaunch.training.metrics.files import MetricFiles
+from elaunch.views.curves import BUCKETS, SEPARATE
 from tests.cli.views.test_metrics import report
 from tests.dashboard.asking import ask
 from tests.dashboard.test_app import failed, made

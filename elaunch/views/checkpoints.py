@@ -32,7 +32,7 @@ from elaunch.checkpoint.storage.files import explain
 from elaunch.checkpoint.storage.storage import Storage, open_storage
 from elaunch.errors import CheckpointError
 from elaunch.text import date, duration, one_line, size
-from elaunch.views.layout import NOTHING, Cell, Column, Fields, Page, Paragraph, Part, Table
+from elaunch.views.layout import NOTHING, Cell, Column, Page, Paragraph, Part, fields, given, table
 
 METRICS_SHOWN: Final = 4
 FILES_SHOWN: Final = 200
@@ -279,41 +279,24 @@ def list_page(listing: Listing, now: float) -> Page:
     if not entries:
         return (Paragraph((f"{one_line(str(listing.place))} has no checkpoints",)),)
     metrics = _metrics(listing.entries)
-    columns = (
-        Column("NAME"),
-        Column("STEP", right=True),
-        Column("SIZE", right=True),
-        Column("AGE", right=True),
-        Column("FORMAT", spare=True),
-        Column("PINNED", spare=True),
-        Column("STATE", elastic=True),
-        *(Column(one_line(name), right=True, spare=True) for name in metrics),
-    )
-    rows = [_row(entry, listing, metrics, now) for entry in entries]
-    return (
-        Fields((("directory", one_line(str(listing.place))),)),
-        Table(columns, tuple(rows)),
-    )
+    columns = "NAME, STEP>, SIZE>, AGE>, FORMAT?, PINNED?, STATE~"
+    rows = (_row(entry, listing, metrics, now) for entry in entries)
+    more = [Column(one_line(name), right=True, spare=True) for name in metrics]
+    return (fields([("directory", str(listing.place))]), table(columns, rows, more=more))
 
 
 def _row(
     entry: ListedCheckpoint, listing: Listing, metrics: Sequence[str], now: float
-) -> tuple[Cell, ...]:
+) -> tuple[object, ...]:
     state = entry.state + (f": {one_line(entry.reason)}" if entry.reason else "")
     runs = listing.resumed.get(entry.name)
     if runs:
         state += f", {one_line(runs)} has resumed from it"
     values = entry.found.metrics if entry.found is not None else {}
-    return (
-        Cell(one_line(entry.name)),
-        Cell(NOTHING if entry.step is None else str(entry.step)),
-        Cell(NOTHING if entry.size is None else size(entry.size)),
-        Cell(NOTHING if entry.written is None else duration(max(0.0, now - entry.written))),
-        Cell(one_line(entry.format)),
-        Cell("yes" if entry.pinned else NOTHING),
-        Cell(state, _COLOURS[entry.state]),
-        *(Cell(_number(values.get(name))) for name in metrics),
-    )
+    age = given(entry.written, lambda written: duration(max(0.0, now - written)))
+    what = (entry.name, entry.step, given(entry.size, size), age, entry.format)
+    shown = Cell(state, _COLOURS[entry.state])
+    return *what, "yes" * entry.pinned, shown, *(_number(values.get(name)) for name in metrics)
 
 
 def _metrics(entries: Sequence[ListedCheckpoint]) -> list[str]:
@@ -340,37 +323,27 @@ def _number(value: object) -> str:
 
 def verdict_page(verdicts: Sequence[tuple[ListedCheckpoint, str]]) -> Page:
     """Return what ``verify`` has found: for each checkpoint that it is good, or why not."""
-    columns = (Column("NAME"), Column("VERDICT", elastic=True))
     rows = []
     for entry, problem in verdicts:
         good = "good" if entry.found is not None else "complete (its format has no checksums)"
         cell = Cell(one_line(problem), _COLOURS["bad"]) if problem else Cell(good, _COLOURS["good"])
-        rows.append((Cell(one_line(entry.name)), cell))
-    return (Table(columns, tuple(rows)),)
+        rows.append((entry.name, cell))
+    return (table("NAME, VERDICT~", rows),)
 
 
 def show_page(entry: ListedCheckpoint, files: Sequence[Mapping[str, Any]], now: float) -> Page:
     """Return the page of one checkpoint; ``files`` as the manifests list them."""
-    parts: list[Part] = [Fields(tuple((name, one_line(text)) for name, text in _facts(entry, now)))]
+    parts: list[Part] = [fields(_facts(entry, now))]
     if files:
-        columns = (
-            Column("FILE"),
-            Column("RANK", right=True),
-            Column("SIZE", right=True),
-            Column("CHECKSUM", elastic=True, spare=True),
+        rows = (
+            (str(file["path"]), str(file["rank"]), size(file["size"]), str(file["checksum"]))
+            for file in files[:FILES_SHOWN]
         )
-        rows = [
-            tuple(Cell(one_line(str(text))) for text in _file(file)) for file in files[:FILES_SHOWN]
-        ]
-        parts.append(Table(columns, tuple(rows)))
+        parts.append(table("FILE, RANK>, SIZE>, CHECKSUM~?", rows))
         if len(files) > FILES_SHOWN:
             more = len(files) - FILES_SHOWN
             parts.append(Paragraph((f"{more} more files: --json has all",)))
     return tuple(parts)
-
-
-def _file(file: Mapping[str, Any]) -> tuple[object, ...]:
-    return file["path"], file["rank"], size(file["size"]), file["checksum"]
 
 
 def _facts(entry: ListedCheckpoint, now: float) -> Iterator[tuple[str, str]]:

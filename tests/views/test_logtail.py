@@ -12,14 +12,14 @@ import pytest
 from elaunch.dashboard import app as dashboard
 from elaunch.dashboard.app import Dashboard
 from elaunch.dashboard.guard import App
-from elaunch.monitor.logfiles import Choice
-from elaunch.monitor.screen import logtail
 from elaunch.runs.directory import RunDir
 from elaunch.runs.logtree import LogTree
 from elaunch.runs.record import new_worker
+from elaunch.views import logtail
+from elaunch.views.logs import Choice
 from tests.dashboard.asking import ask
 from tests.dashboard.test_app import made
-from tests.monitor.conftest import Play
+from tests.views.conftest import Play
 
 
 @pytest.fixture

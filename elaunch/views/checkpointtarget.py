@@ -34,8 +34,8 @@ from elaunch.checkpoint.search.locations import default_location, parse_location
 from elaunch.config import files
 from elaunch.config.values import did_you_mean
 from elaunch.errors import RunDirError, UsageError
-from elaunch.monitor.checkpointview import ListedCheckpoint, Listing, look
 from elaunch.runs import directory as rundir
+from elaunch.views.checkpoints import ListedCheckpoint, Listing, look
 
 LATEST = "latest"
 
