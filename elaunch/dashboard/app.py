@@ -36,13 +36,12 @@ import asyncio
 import contextlib
 import json
 import os
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -87,21 +86,9 @@ Answer = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-class _LastUsed(Generic[T]):
-    """Things made for the runs that were asked for last; few, since each may be large."""
-
-    def __init__(self, make: Callable[[RunDir], T]) -> None:
-        self._make = make
-        self._made: OrderedDict[Path, T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __call__(self, run: RunDir) -> T:
-        with self._lock:
-            made = self._made.pop(run.path, None) or self._make(run)
-            self._made[run.path] = made
-            if len(self._made) > KEPT_RUNS:
-                self._made.popitem(last=False)
-            return made
+def _last_used(make: Callable[[RunDir], T]) -> Callable[[RunDir], T]:
+    """Return what keeps what it has made of the last few runs, since each may be large."""
+    return lru_cache(KEPT_RUNS)(make)
 
 
 def _screen_of(run: RunDir) -> Callable[[], dict[str, Any]]:
@@ -133,10 +120,10 @@ class Dashboard:
         self._key = key
         self._files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         self._runs_feed = Feed(self._read_runs)
-        self._feed_of = _LastUsed(lambda run: Feed(_screen_of(run)))
-        self._stacks_of = _LastUsed(lambda run: Feed(partial(_read_stacks, run), STACKS_S))
-        self._metrics_of = _LastUsed(lambda run: MetricsReader(run, environ))
-        self._logs_of = _LastUsed(lambda run: RunLogs(run, environ))
+        self._feed_of = _last_used(lambda run: Feed(_screen_of(run)))
+        self._stacks_of = _last_used(lambda run: Feed(partial(_read_stacks, run), STACKS_S))
+        self._metrics_of = _last_used(lambda run: MetricsReader(run, environ))
+        self._logs_of = _last_used(lambda run: RunLogs(run, environ))
 
     def app(self) -> Starlette:
         """Return the application."""

@@ -249,17 +249,9 @@ def document(listing: Listing) -> dict[str, Any]:
 
 def entry_document(entry: ListedCheckpoint) -> dict[str, Any]:
     """Return one entry as JSON-able data."""
-    said: dict[str, Any] = {
-        "name": entry.name,
-        "state": entry.state,
-        "format": entry.format,
-        "step": entry.step,
-        "round": entry.round,
-        "size": entry.size,
-        "written": entry.written,
-        "pinned": entry.pinned,
-        "reason": entry.reason or None,
-    }
+    names = ("name", "state", "format", "step", "round", "size", "written", "pinned")
+    said: dict[str, Any] = {name: getattr(entry, name) for name in names}
+    said["reason"] = entry.reason or None
     found = entry.found
     if found is not None:
         said |= {

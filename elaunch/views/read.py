@@ -33,8 +33,8 @@ from elaunch.runs.job import (
     round_nodes,
 )
 from elaunch.runs.pace import StepRate
-from elaunch.runs.record import LIVE_STATES, AwaitedRecord, ProgressRecord, Record, check
-from elaunch.runs.usage import Measurement, Usage, measure_since, usage
+from elaunch.runs.record import LIVE_STATES, AwaitedRecord, Record, check
+from elaunch.runs.usage import Measurement, measure_since, usage
 from elaunch.text import listed
 from elaunch.wire.control import WORKERS_S
 from elaunch.wire.control import ask as ask_agent
@@ -171,9 +171,7 @@ class _Answer(msgspec.Struct):
     """The answer of another node's agent: its workers."""
 
     round: int
-    workers: list[WorkerRecord]
-    usage: list[Usage | None]
-    progress: ProgressRecord | None = None
+    workers: tuple[Worker, ...]
     awaited: AwaitedRecord | None = None
 
 
@@ -252,16 +250,8 @@ class OtherNodes:
         at, answer = self._answers.get(node.number, (0.0, None))
         if answer is None or answer.round != now:
             return node  # its workers are of another round: nothing is known of those of this one
-        steps = {one["rank"]: one for one in answer.progress["workers"]} if answer.progress else {}
-        return replace(
-            node,
-            workers=tuple(
-                Worker(one, one["state"], used, steps.get(one["rank"]))
-                for one, used in zip(answer.workers, answer.usage, strict=False)
-            ),
-            age_s=time.monotonic() - at,
-            awaited=answer.awaited,
-        )
+        age_s = time.monotonic() - at
+        return replace(node, workers=answer.workers, age_s=age_s, awaited=answer.awaited)
 
 
 class RunReader:

@@ -8,8 +8,8 @@ The command sends the agent of its node one message (elaunch.wire.control) with 
 ``of``      with                             the answer of a node
 ==========  ===============================  =====================================================
 stacks      ``options`` for py-spy           ``host``, ``groups`` and ``problems``, as StacksTaken
-workers                                      ``round``, ``workers``, ``progress`` as in the
-                                             record; ``usage`` of each worker, or null
+workers                                      ``round`` and ``awaited`` as in the record,
+                                             ``workers`` as elaunch.runs.job.Worker
 profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of that rank is asked
             ``native``
 report      ``round``, or null for the       ``round``, ``host``, ``text`` and ``report``: the
@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -47,6 +47,7 @@ from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
 from elaunch.runs import usage
 from elaunch.runs.directory import RunDir
+from elaunch.runs.job import Worker, progress_of
 from elaunch.runs.logtree import LogTree
 from elaunch.wire.control import (
     LOGS_S,
@@ -61,6 +62,7 @@ from elaunch.wire.local import LocalChannel, Message, close_files
 
 if TYPE_CHECKING:
     from elaunch.agent.peers.peers import Peers
+    from elaunch.runs.record import Record
 
 MOST: Final = 8
 AT_ONCE: Final = 32
@@ -239,13 +241,17 @@ class NodeViews:
         return {"bytes": data.decode("latin-1")}
 
     def _workers(self) -> dict[str, object]:
-        record = self._record()
+        record = cast("Record", self._record())
         workers = record["workers"]
         pids = [one["pid"] for one in workers if one["pid"] and one["state"] == "RUNNING"]
         before, self._measured = usage.measure_since(self._measured, pids)
-        used = usage.usage(before, self._measured)
-        found = {name: record.get(name) for name in ("round", "workers", "progress", "awaited")}
-        return {**found, "usage": [msgspec.to_builtins(used.get(one["pid"])) for one in workers]}
+        used, steps = usage.usage(before, self._measured), progress_of(record, live=True)
+        shown = [
+            Worker(one, one["state"], used.get(one["pid"] or 0), steps.get(one["rank"]))
+            for one in workers
+        ]
+        found = {"round": record["round"], "awaited": record.get("awaited")}
+        return {**found, "workers": msgspec.to_builtins(shown)}
 
     def _report(self, number: object) -> dict[str, object]:
         run = RunDir(Path(str(self._record()["dir"])))
