@@ -175,7 +175,7 @@ def _progress(job: Job, record: Record) -> Iterator[tuple[str, str]]:
         age = duration(max(0.0, job.read_at - job.written_at))
         yield "as of", f"{date(job.written_at)}, {age} ago: the record is not newer"
     yield "round", str(record["round"])
-    yield "restarts", _restarts_text(**job.restarts)
+    yield "restarts", _restarts_text(job.restarts)
     yield "world size", f"{given(record['world_size'], str) or NOTHING}, {record['start_method']}"
     yield from _place_among_nodes(record)
     yield from _progress_facts(record, job.live)
@@ -243,12 +243,12 @@ def _resumed(round: int, checkpoint: Mapping[str, Any] | None) -> str:
     return f"round {round} from step {checkpoint['step']}: {checkpoint['path']}"
 
 
-def _restarts_text(used: int, without_progress: int, max: int | None, budget: str | None) -> str:
+def _restarts_text(restarts: Mapping[str, Any]) -> str:
     """Write restarts so far, those without progress, and how many are allowed if that is known."""
-    limit = "" if max is None else f" ({max} allowed)"
-    if budget == "lifetime":
+    used, limit = restarts["used"], given(restarts["max"], " ({} allowed)".format)
+    if restarts["budget"] == "lifetime":
         return f"{used}{limit}"
-    return f"{used}, of them {without_progress} since the last progress{limit}"
+    return f"{used}, of them {restarts['without_progress']} since the last progress{limit}"
 
 
 def _workers(workers: Sequence[Worker]) -> Table:
@@ -466,7 +466,8 @@ def _store_facts(job: StoreJob) -> Iterator[tuple[str, str]]:
     yield "store", job.place
     if plan is not None:
         yield "round", _round_of(plan)
-        yield "restarts", _restarts_text(**(job.restarts or {}))
+    if job.restarts is not None:
+        yield "restarts", _restarts_text(job.restarts)
     if plan is not None and plan.nodes:
         yield "world size", str(plan.world_size)
     states = Counter(node.state for node in job.nodes)
