@@ -21,7 +21,7 @@ ended        the state is final
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from msgspec import Struct
@@ -104,6 +104,23 @@ class NodeSeen(Struct, frozen=True):
         """A remark on the reading for people, or ""."""
         seen = f"seen {duration(self.age_s)} ago: " if self.problem and self.age_s else ""
         return one_line(seen + self.problem)
+
+
+class JudgedNode(Struct, frozen=True):
+    """A node with its ranks, the worst first: level, rank, and what is known of its worker.
+
+    =====  ==================================================================
+    level  of a rank; a node has that of its worst rank
+    =====  ==================================================================
+    2      it has failed, is gone, or is silent for long
+    1      it is behind the others, or comes last to the collectives
+    0      nothing is known against it
+    =====  ==================================================================
+    """
+
+    seen: NodeSeen
+    level: int
+    ranks: tuple[tuple[int, int, Worker | None], ...]
 
 
 class LatestCheckpoint(Struct, frozen=True):
@@ -234,6 +251,34 @@ class Job(Struct, frozen=True):
         behind = [one for one in workers if steps and (one.step or 0) <= max(steps) - BEHIND]
         few = len(steps) == len(workers) and len(behind) < len(workers) / 2
         return behind if few else []
+
+    @property
+    def judged(self) -> list[JudgedNode]:
+        """The nodes with their ranks, the worst first."""
+        if self.record is None:
+            return []
+        known = {worker.rank: worker for worker in self.everyone}
+        levels, found = dict(self._levels(self.record)), []
+        for node in self.nodes:
+            # The record of a script, or of a job that has not begun, has no number of slots.
+            span = range(node.first, node.first + node.slots) if node.slots else known
+            ranks = [(levels.get(rank, 0), rank, known.get(rank)) for rank in span]
+            ranks.sort(key=lambda one: (-one[0], one[1]))
+            worst = max((one[0] for one in ranks), default=0)
+            found.append(JudgedNode(node, max(worst, int(bool(node.note))), tuple(ranks)))
+        return sorted(found, key=lambda one: (-one.level, one.seen.number))
+
+    def _levels(self, record: Record) -> Iterator[tuple[int, int]]:
+        """Yield ranks with their levels, of one rank the worst last."""
+        yield from ((worker.rank, 1) for worker in self.behind)
+        yield from ((rank, 1) for rank in (self.awaited or {"ranks": []})["ranks"])
+        lateness = record.get("lateness")
+        if lateness is not None and lateness["slow"] is not None and self.live:
+            yield lateness["slow"], 1
+        bad = (worker for worker in self.everyone if worker.state in ("FAILED", GONE))
+        yield from ((worker.rank, 2) for worker in (*self.silent, *bad))
+        failed = (one for one in self.failures if one["round"] == record["round"])
+        yield from ((rank, 2) for one in failed for rank in one["ranks"])
 
 
 def round_nodes(record: Record) -> tuple[NodeSeen, ...]:

@@ -10,4 +10,4 @@ widgets.py  what draws such rows, those that are seen only, and a screen of line
 ``app`` alone is asked for, by the command, and only then is textual imported.
 """
 
-__all__ = ["app", "pages", "tree"]
+__all__ = ["app", "pages"]

@@ -20,9 +20,9 @@ from rich.text import Text
 from elaunch.errors import ElaunchError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.job import Job, Worker
+from elaunch.runs.job import Job, JudgedNode, Worker
 from elaunch.text import block, duration, moment, one_line, size
-from elaunch.top.tree import Key, TreeNode, nodes
+from elaunch.top.tree import Key
 from elaunch.views import failures
 from elaunch.views.agents import stacks_of
 from elaunch.views.attention import attention
@@ -44,7 +44,7 @@ class TopReading:
     """One reading of a run; ``page`` is what ``elaunch status`` shows of it."""
 
     job: Job
-    nodes: list[TreeNode]
+    nodes: list[JudgedNode]
     page: Page
     attention: list[dict[str, str]]
     pace: str
@@ -77,7 +77,7 @@ class TopReader:
         page = run_page(job) if job.record else (Paragraph((one_line(job.reason or ""),)),)
         return TopReading(
             job=job,
-            nodes=nodes(job),
+            nodes=job.judged,
             page=tuple(part for part in page if not isinstance(part, Table)),
             attention=list(attention(job)),
             pace=self._reader.pace.text(job.state == "RUNNING"),
@@ -197,7 +197,7 @@ def _halves(parts: Page) -> tuple[Page, Page]:
     return (parts, ()) if len(parts) - at < 2 else (parts[:at], parts[at:])
 
 
-def _unanswered(found: Sequence[TreeNode]) -> list[dict[str, str]]:
+def _unanswered(found: Sequence[JudgedNode]) -> list[dict[str, str]]:
     """Return the first nodes that do not answer, as what needs attention."""
     silent = [
         f"node {one.number} {one.host}: {one.note}" for node in found if (one := node.seen).note

@@ -123,6 +123,32 @@ def screen(job: Job) -> dict[str, Any]:
     }
 
 
+def tree(job: Job) -> dict[str, Any]:
+    """Return what ``elaunch top --json`` prints: nodes and ranks, the worst first."""
+    shown = screen(job)
+    names = ("run_id", "dir", "state", "reason", "read_at", "round", "world_size", "attention")
+    return {
+        "schema": 1,
+        **{name: shown.get(name) for name in names},
+        "nodes": [
+            {
+                "node": node.seen.number,
+                "host": node.seen.host,
+                "here": node.seen.here,
+                "note": node.seen.note or None,
+                "level": node.level,
+                "ranks": [
+                    dict.fromkeys(WORKER_FIELDS)
+                    | ({name: row(worker).get(name) for name in WORKER_FIELDS} if worker else {})
+                    | {"rank": rank, "level": level}
+                    for level, rank, worker in node.ranks
+                ],
+            }
+            for node in job.judged
+        ],
+    }
+
+
 def row(worker: Worker) -> dict[str, Any]:
     """Return a worker with its progress."""
     nothing = {"step": None, "doing": "", "silent_s": None}

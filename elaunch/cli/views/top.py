@@ -28,12 +28,12 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
 
     found = directory.named(run, os.environ)
     if as_json:
-        from elaunch.top import tree
+        from elaunch.views import json as documents
         from elaunch.views.read import RunReader
         from elaunch.wire.control import WORKERS_S
 
         job = RunReader(found, screen=True, first_s=WORKERS_S).read()
-        click.echo(json.dumps(tree.document(job), indent=2))
+        click.echo(json.dumps(documents.tree(job), indent=2))
         return None
     if not (on_terminal() and sys.stdin is not None and sys.stdin.isatty()):
         raise UsageError(
