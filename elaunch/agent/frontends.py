@@ -92,11 +92,11 @@ def _alive(context: RunContext) -> dict[str, object]:
 
 
 def _metrics(context: RunContext) -> str:
-    from elaunch.runs.job import Job
+    from elaunch.runs.job import JobSeen
     from elaunch.runs.prometheus import render
 
     record = cast("Record", context.record.snapshot())
-    return render([Job(context.run_dir, record, record["state"], None, "answers", time.time())])
+    return render([JobSeen(context.run_dir, record, record["state"], None, "answers", time.time())])
 
 
 def start(

@@ -53,7 +53,7 @@ BEHIND: Final = 2
 AgentState = Literal["answers", "silent", "stopped", "gone", "elsewhere", "runs", "ended"]
 
 
-class Worker(Struct, frozen=True):
+class WorkerSeen(Struct, frozen=True):
     """One worker: its record, its state as seen now, what it takes while it runs, how far it is."""
 
     record: WorkerRecord
@@ -94,7 +94,7 @@ class NodeSeen(Struct, frozen=True):
     first: int
     slots: int
     here: bool = False
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerSeen, ...] = ()
     age_s: float | None = None
     problem: str = ""
     awaited: AwaitedRecord | None = None
@@ -120,7 +120,7 @@ class JudgedNode(Struct, frozen=True):
 
     seen: NodeSeen
     level: int
-    ranks: tuple[tuple[int, int, Worker | None], ...]
+    ranks: tuple[tuple[int, int, WorkerSeen | None], ...]
 
 
 class LatestCheckpoint(Struct, frozen=True):
@@ -132,7 +132,7 @@ class LatestCheckpoint(Struct, frozen=True):
     age_s: float
 
 
-class Job(Struct, frozen=True):
+class JobSeen(Struct, frozen=True):
     """One reading of a run; one in a list has what stands in its record, and no more.
 
     Attributes:
@@ -152,7 +152,7 @@ class Job(Struct, frozen=True):
     agent: AgentState
     read_at: float
     written_at: float | None = None
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerSeen, ...] = ()
     nodes: tuple[NodeSeen, ...] = ()
     latest: LatestCheckpoint | None = None
     latest_note: str | None = None
@@ -204,7 +204,7 @@ class Job(Struct, frozen=True):
         return tuple(node for node in self.nodes if not node.here)
 
     @property
-    def everyone(self) -> tuple[Worker, ...]:
+    def everyone(self) -> tuple[WorkerSeen, ...]:
         """The workers of all nodes by rank, as far as they are known."""
         found = [*self.workers, *(worker for node in self.others for worker in node.workers)]
         return tuple(sorted(found, key=lambda worker: worker.rank))
@@ -237,14 +237,14 @@ class Job(Struct, frozen=True):
         return how, tuple(record["restarts"].items()), workers, latest, "awaited" in record
 
     @property
-    def silent(self) -> list[Worker]:
+    def silent(self) -> list[WorkerSeen]:
         """The workers that have been silent for half of the hang timeout."""
         progress = self.known.get("progress")
         limit = progress and progress["limit_s"]
         return [one for one in self.everyone if limit and (one.silent_s or 0.0) > QUIET * limit]
 
     @property
-    def behind(self) -> list[Worker]:
+    def behind(self) -> list[WorkerSeen]:
         """The workers that are behind most others, if few are and all have reported a step."""
         workers = self.everyone
         steps = [one.step for one in workers if one.step is not None]

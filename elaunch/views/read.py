@@ -25,10 +25,10 @@ from elaunch.runs.job import (
     LOST,
     UNREADABLE,
     AgentState,
-    Job,
+    JobSeen,
     LatestCheckpoint,
     NodeSeen,
-    Worker,
+    WorkerSeen,
     progress_of,
     round_nodes,
 )
@@ -55,12 +55,12 @@ FIRST_ASKED: Final = 256
 """Nodes that are asked the first time: all that a command shows which reads once."""
 
 
-def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[Job, ...]:
+def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[JobSeen, ...]:
     """Read how all runs stand, the newest first: those live here and the last that ended.
 
     With ``everything`` also the older ones and those of other machines that share the directory.
     """
-    found: list[Job] = []
+    found: list[JobSeen] = []
     recent = 0
     for run in list_runs(environ):
         job = read(run, LIST_TIMEOUT_S)
@@ -72,7 +72,7 @@ def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[Job,
     return tuple(found)
 
 
-def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> Job:
+def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> JobSeen:
     """Read how the run stands; its agent has ``timeout`` seconds to answer."""
     deadline = time.monotonic() + timeout
     while True:
@@ -90,7 +90,7 @@ def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> Job:
         return job
 
 
-def _look(run: RunDir, timeout: float) -> Job:
+def _look(run: RunDir, timeout: float) -> JobSeen:
     written = _written(run)
     if written.agent == "ended":
         return written
@@ -106,20 +106,20 @@ def _look(run: RunDir, timeout: float) -> Job:
     return _recorded(run, record, "answers" if record["state"] in LIVE_STATES else "ended")
 
 
-def _written(run: RunDir) -> Job:
+def _written(run: RunDir) -> JobSeen:
     """Return what state.json has, before the agent is looked at."""
     try:
         record = run.read_state()
     except RunDirError as exc:
-        return Job(run, None, UNREADABLE, str(exc), "gone", time.time())
+        return JobSeen(run, None, UNREADABLE, str(exc), "gone", time.time())
     return _recorded(run, record, "silent" if record["state"] in LIVE_STATES else "ended")
 
 
-def _recorded(run: RunDir, record: Record, agent: AgentState) -> Job:
-    return Job(run, record, record["state"], record["reason"], agent, time.time())
+def _recorded(run: RunDir, record: Record, agent: AgentState) -> JobSeen:
+    return JobSeen(run, record, record["state"], record["reason"], agent, time.time())
 
 
-def _unanswered(run: RunDir, refused: bool) -> Job:
+def _unanswered(run: RunDir, refused: bool) -> JobSeen:
     """Return a run whose agent did not answer; ``refused``: none listens."""
     written = _written(run)
     record = written.record
@@ -171,11 +171,11 @@ class _Answer(msgspec.Struct):
     """The answer of another node's agent: its workers."""
 
     round: int
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerSeen, ...]
     awaited: AwaitedRecord | None = None
 
 
-class OtherNodes:
+class AskedNodes:
     """The workers of a run's other nodes, as their agents have answered last.
 
     The agents are asked in a thread, so that one that does not answer holds up no screen; of many
@@ -190,7 +190,7 @@ class OtherNodes:
         self._asked: dict[int, float] = {}
         self._thread: threading.Thread | None = None
 
-    def complete(self, job: Job, wanted: Collection[int] | None, patience: float) -> Job:
+    def complete(self, job: JobSeen, wanted: Collection[int] | None, patience: float) -> JobSeen:
         """Return ``job`` with what is known of its other nodes after ``patience`` seconds.
 
         ``wanted`` nodes are asked, all where it is None, and those with a problem, which may be
@@ -269,9 +269,9 @@ class RunReader:
         self._cards: dict[int, tuple[int, dict[str, Any]]] = {}
         self._patience = first_s
         self._measured: Mapping[int, Measurement] = {}
-        self._others = OtherNodes(run)
+        self._others = AskedNodes(run)
 
-    def read(self, wanted: Collection[int] | None = None) -> Job:
+    def read(self, wanted: Collection[int] | None = None) -> JobSeen:
         """Return the run as it is now; the agents of ``wanted`` nodes are asked, or of all."""
         job = read(self.run)
         if (record := job.record) is None:
@@ -285,7 +285,7 @@ class RunReader:
         job = replace(
             job,
             workers=tuple(
-                Worker(
+                WorkerSeen(
                     one, _state(one, pids, job), used.get(one["pid"] or 0), steps.get(one["rank"])
                 )
                 for one in record["workers"]
@@ -309,7 +309,7 @@ class RunReader:
         return in_short(self.run, self._cards)
 
 
-def _settle(job: Job, record: Record) -> Job:
+def _settle(job: JobSeen, record: Record) -> JobSeen:
     """Give the workers of a killed agent the time in which they are ended before naming any."""
     survivors = _living(record["workers"])
     if not survivors:
@@ -321,7 +321,7 @@ def _settle(job: Job, record: Record) -> Job:
     return replace(job, reason=_lost_reason(record, survivors))
 
 
-def _running(job: Job, workers: Sequence[WorkerRecord]) -> frozenset[int]:
+def _running(job: JobSeen, workers: Sequence[WorkerRecord]) -> frozenset[int]:
     """Return the pids of the workers that run and can be seen from here."""
     if job.agent == "elsewhere" or not job.here:
         return frozenset()
@@ -329,7 +329,7 @@ def _running(job: Job, workers: Sequence[WorkerRecord]) -> frozenset[int]:
     return frozenset(worker["pid"] for worker in _living(running) if worker["pid"])
 
 
-def _state(worker: WorkerRecord, running: Collection[int], job: Job) -> str:
+def _state(worker: WorkerRecord, running: Collection[int], job: JobSeen) -> str:
     if worker["pid"] in running or worker["state"] not in ("STARTING", "RUNNING"):
         return worker["state"]
     over = job.agent in ("gone", "ended", "runs")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 
-class Watched(Protocol):
+class Followed(Protocol):
     """A job that can be watched."""
 
     @property
@@ -26,7 +26,7 @@ class Watched(Protocol):
         """The state, without ages: a change of it is one that is shown."""
 
 
-Shown = TypeVar("Shown", bound=Sequence[Watched])
+Shown = TypeVar("Shown", bound=Sequence[Followed])
 
 
 def pause(seconds: float) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import Job, JudgedNode, NodeSeen, Worker
+from elaunch.runs.job import JobSeen, JudgedNode, NodeSeen, WorkerSeen
 from elaunch.runs.record import new_worker
 from elaunch.top.pages import TopReading, detail
 from elaunch.top.tree import JOB, rows
@@ -18,20 +18,22 @@ from elaunch.views.json import tree
 from tests.views.played_agent import new_record
 
 
-def seen(slots: int, hosts: list[str], workers: list[Worker], here: int = 0, **more: Any) -> Job:
+def seen(
+    slots: int, hosts: list[str], workers: list[WorkerSeen], here: int = 0, **more: Any
+) -> JobSeen:
     """Return a job of nodes with so many slots each."""
     run = RunDir(Path("r"))
     record: Any = new_record(run, "r", []) | more
     grid = (NodeSeen(n, host, n * slots, slots, n == here) for n, host in enumerate(hosts))
-    job = Job(run, record, "RUNNING", None, "answers", 1.0)
+    job = JobSeen(run, record, "RUNNING", None, "answers", 1.0)
     return replace(job, workers=tuple(workers), nodes=tuple(grid))
 
 
-def worker(rank: int, state: str = "RUNNING", step: int | None = 10, **more: Any) -> Worker:
+def worker(rank: int, state: str = "RUNNING", step: int | None = 10, **more: Any) -> WorkerSeen:
     """Return a worker."""
     known: Any = {"rank": rank, "step": step, "silent_s": None, "doing": ""} | more
     record: Any = {"rank": rank}
-    return Worker(record, state, progress=known)
+    return WorkerSeen(record, state, progress=known)
 
 
 def test_the_worst_comes_first() -> None:

@@ -16,10 +16,10 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import SUSPENDED
 from elaunch.runs.job import (
     AgentState,
-    Job,
+    JobSeen,
     LatestCheckpoint,
     NodeSeen,
-    Worker,
+    WorkerSeen,
     progress_of,
     round_nodes,
 )
@@ -49,19 +49,19 @@ FAILURE = {
 
 def viewed(
     path: Path, state: str = "RUNNING", agent: AgentState = "answers", **changes: Any
-) -> Job:
+) -> JobSeen:
     """Return a view of a run of two workers as it might be taken at NOW."""
     run = RunDir(path)
     changes = {"started_at": NOW - 192, "reason": None} | changes
     record = cast("Record", new_record(run, "train-3fa2c1", [101, 102]) | changes)
     record["agent"] |= {"pid": 99, "host": "node0", "user": "ada"}
     used = Usage(98.7, 612 << 20, 9, 150.0, 1288 << 20)
-    job = Job(run, record, state, record["reason"], agent, NOW, nodes=round_nodes(record))
+    job = JobSeen(run, record, state, record["reason"], agent, NOW, nodes=round_nodes(record))
     steps = progress_of(record, job.live)
     return replace(
         job,
         workers=tuple(
-            Worker(one, one["state"], used if job.live else None, steps.get(one["rank"]))
+            WorkerSeen(one, one["state"], used if job.live else None, steps.get(one["rank"]))
             for one in record["workers"]
         ),
     )
@@ -442,7 +442,7 @@ def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
 def test_the_list(tmp_path: Path) -> None:
     one = viewed(tmp_path / "train-3fa2c1")
     two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py")
-    torn = Job(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
+    torn = JobSeen(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
     lines = plain(list_page([one, replace(two, agent="gone"), torn], False)).splitlines()
     columns = "run  state  round  restarts  world size  started  ended  duration  name  script"
     assert [re.split("  +", line.rstrip()) for line in lines] == [
@@ -502,7 +502,7 @@ def test_no_number_is_cut_on_a_narrow_terminal(tmp_path: Path, width: int) -> No
     shown = drawn(list_page([replace(view, record=record)], True), width)
     assert "FAILED" in shown and "a-name-o" in shown
     worker = {**record["workers"][0], "pid": 1234567, "exit": "was killed by SIGKILL"}
-    workers = (Worker(cast(Any, worker), "FAILED"),)
+    workers = (WorkerSeen(cast(Any, worker), "FAILED"),)
     shown = drawn(run_page(replace(view, workers=workers)), width)
     assert "1234567" in shown and "FAILED" in shown.partition("pid")[2] and "SIGKILL" in shown
 

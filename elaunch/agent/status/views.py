@@ -9,7 +9,7 @@ The command sends the agent of its node one message (elaunch.wire.control) with 
 ==========  ===============================  =====================================================
 stacks      ``options`` for py-spy           ``host``, ``groups`` and ``problems``, as StacksTaken
 workers                                      ``round`` and ``awaited`` as in the record,
-                                             ``workers`` as elaunch.runs.job.Worker
+                                             ``workers`` as elaunch.runs.job.WorkerSeen
 profile     ``rank``, ``seconds``,           ``svg`` and ``pid``; the node of that rank is asked
             ``native``
 report      ``round``, or null for the       ``round``, ``host``, ``text`` and ``report``: the
@@ -47,7 +47,7 @@ from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
 from elaunch.runs import usage
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import Worker, progress_of
+from elaunch.runs.job import WorkerSeen, progress_of
 from elaunch.runs.logtree import LogTree
 from elaunch.wire.control import (
     LOGS_S,
@@ -247,7 +247,7 @@ class NodeViews:
         before, self._measured = usage.measure_since(self._measured, pids)
         used, steps = usage.usage(before, self._measured), progress_of(record, live=True)
         shown = [
-            Worker(one, one["state"], used.get(one["pid"] or 0), steps.get(one["rank"]))
+            WorkerSeen(one, one["state"], used.get(one["pid"] or 0), steps.get(one["rank"]))
             for one in workers
         ]
         found = {"round": record["round"], "awaited": record.get("awaited")}

@@ -29,7 +29,7 @@ from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import AgentState, Job, NodeSeen, round_nodes
+from elaunch.runs.job import AgentState, JobSeen, NodeSeen, round_nodes
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record, new_worker
 from elaunch.views.agents import (
@@ -39,7 +39,7 @@ from elaunch.views.agents import (
     profile_of,
     stacks_of,
 )
-from elaunch.views.read import OtherNodes
+from elaunch.views.read import AskedNodes
 from tests.agent.peersrig import agents, tell
 from tests.threadless import no_threads
 
@@ -138,7 +138,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
             "node_rank": 0,
             "round": 3,
         }
-        others = OtherNodes(run)
+        others = AskedNodes(run)
 
         def read(
             seen: Any,
@@ -146,9 +146,9 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
             agent: AgentState = "answers",
             by: Any = others,
         ) -> tuple[NodeSeen, ...]:
-            job = Job(run, seen, seen["state"], None, agent, 0.0, nodes=round_nodes(seen))
+            job = JobSeen(run, seen, seen["state"], None, agent, 0.0, nodes=round_nodes(seen))
             assert job.others and not structs.replace(job, agent="elsewhere").others
-            found: Job = by.complete(job, asked, 5)
+            found: JobSeen = by.complete(job, asked, 5)
             return found.others
 
         assert not any(one.note or one.workers for one in read(record, ()))
@@ -169,7 +169,7 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         (seen, *_) = read(record, (1,))
         assert seen.workers and not seen.note
         monkeypatch.setitem(HELD, 3, threading.Event())
-        seen, _, frozen = read(record, None, by=OtherNodes(run))
+        seen, _, frozen = read(record, None, by=AskedNodes(run))
         HELD[3].set()
         assert seen.workers and not seen.problem and " does not answer" in frozen.note
         (unasked, *_) = read(record, (1,), "stopped")
