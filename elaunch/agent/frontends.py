@@ -92,11 +92,13 @@ def _alive(context: RunContext) -> dict[str, object]:
 
 
 def _metrics(context: RunContext) -> str:
-    from elaunch.runs.job import JobSeen
+    from elaunch.runs.job import JobDocument
     from elaunch.runs.prometheus import render
 
     record = cast("Record", context.record.snapshot())
-    return render([JobSeen(context.run_dir, record, record["state"], None, "answers", time.time())])
+    return render(
+        [JobDocument(context.run_dir, record, record["state"], None, "answers", time.time())]
+    )
 
 
 def start(

@@ -40,7 +40,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from elaunch import __version__
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import JobSeen
+from elaunch.runs.job import JobDocument
 from elaunch.runs.prometheus import FAMILIES, samples
 from elaunch.runs.record import Record
 from elaunch.text import duration, one_line
@@ -143,7 +143,7 @@ class Collector:
         self._since = since
         self._sent: set[int] = set()
 
-    def send(self, jobs: Sequence[JobSeen]) -> str:
+    def send(self, jobs: Sequence[JobDocument]) -> str:
         """Send metrics and new spans; return "", or why something was not taken."""
         if self._metrics.export(self._measured(jobs)) is not MetricExportResult.SUCCESS:
             return self._session.why or UNSENT
@@ -159,7 +159,7 @@ class Collector:
         self._sent.update(spans)
         return ""
 
-    def _measured(self, jobs: Sequence[JobSeen]) -> MetricsData:
+    def _measured(self, jobs: Sequence[JobDocument]) -> MetricsData:
         now = time.time_ns()
         points: dict[str, list[NumberDataPoint]] = {}
         for job in jobs:
@@ -170,7 +170,7 @@ class Collector:
         scopes = [ScopeMetrics(_SCOPE, metrics, "")]
         return MetricsData([ResourceMetrics(self._resource, scopes, "")])
 
-    def _spans_of(self, job: JobSeen) -> Iterator[ReadableSpan]:
+    def _spans_of(self, job: JobDocument) -> Iterator[ReadableSpan]:
         """Yield the spans of what has ended: rounds, and the run."""
         record = job.record
         if record is None:

@@ -132,7 +132,7 @@ class LatestCheckpoint(Struct, frozen=True):
     age_s: float
 
 
-class JobSeen(Struct, frozen=True):
+class JobDocument(Struct, frozen=True):
     """One reading of a run; one in a list has what stands in its record, and no more.
 
     Attributes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from elaunch.runs import verdict
-from elaunch.runs.job import JobSeen
+from elaunch.runs.job import JobDocument
 from elaunch.runs.record import LatenessRecord, Record, TimingRecord
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,7 +40,7 @@ FAMILIES: Final = {
 Sample = tuple[str, Mapping[str, str], float]
 
 
-def render(jobs: Iterable[JobSeen]) -> str:
+def render(jobs: Iterable[JobDocument]) -> str:
     """Return the page that is scraped."""
     written: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for job in jobs:
@@ -58,13 +58,13 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def samples(job: JobSeen) -> Iterator[Sample]:
+def samples(job: JobDocument) -> Iterator[Sample]:
     """Yield what the page has of a run: names of FAMILIES, labels, values."""
     for name, labels, value in _samples(job):
         yield name, {"run": job.run.path.name, **labels}, value
 
 
-def _samples(job: JobSeen) -> Iterator[Sample]:
+def _samples(job: JobDocument) -> Iterator[Sample]:
     record = job.record
     run_id = {"run_id": record["run_id"], "name": record["name"]} if record else {}
     yield "elaunch_run_state", {**run_id, "state": job.state}, 1

@@ -20,7 +20,7 @@ from rich.text import Text
 from elaunch.errors import ElaunchError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.job import JobSeen, JudgedNode, WorkerSeen
+from elaunch.runs.job import JobDocument, JudgedNode, WorkerSeen
 from elaunch.text import block, duration, moment, one_line, size
 from elaunch.top.tree import Key
 from elaunch.views import failures
@@ -43,7 +43,7 @@ LEVELS: Final = {"bad": ("✗", "bold red"), "warn": ("!", "yellow")}
 class TopReading:
     """One reading of a run; ``page`` is what ``elaunch status`` shows of it."""
 
-    job: JobSeen
+    job: JobDocument
     nodes: list[JudgedNode]
     page: Page
     attention: list[dict[str, str]]
@@ -51,7 +51,7 @@ class TopReading:
     recent: tuple[Line, ...] | str
 
 
-def own_node(job: JobSeen) -> int:
+def own_node(job: JobDocument) -> int:
     """Return the rank of this machine's node; 0 where it has none."""
     return (job.record and job.record.get("node_rank")) or 0
 
@@ -84,7 +84,7 @@ class TopReader:
             recent=self.recent(chosen, job),
         )
 
-    def recent(self, chosen: Key, job: JobSeen) -> tuple[Line, ...] | str:
+    def recent(self, chosen: Key, job: JobDocument) -> tuple[Line, ...] | str:
         """Return the newest lines of what is chosen, or why there are none."""
         try:
             logs, wanted = self._wanted(chosen, job, "")
@@ -92,14 +92,14 @@ class TopReader:
         except (ElaunchError, OSError) as error:
             return str(error)
 
-    def _wanted(self, chosen: Key, job: JobSeen, needle: str) -> tuple[RunLogs, LogFilter]:
+    def _wanted(self, chosen: Key, job: JobDocument, needle: str) -> tuple[RunLogs, LogFilter]:
         # Without a choice the log of this node: those of others take a question to each agent.
         node = str(chosen[0] if chosen else own_node(job))
         logs = self._logs.setdefault(node, RunLogs(self._run, self._environ, node))
         ranks = frozenset(chosen[1:]) or None
         return logs, LogFilter(Choice(ranks=ranks), needle)
 
-    def log(self, chosen: Key, job: JobSeen) -> LogPage:
+    def log(self, chosen: Key, job: JobDocument) -> LogPage:
         """Return the log of what is chosen, to be followed."""
         return LogPage(lambda needle: self._wanted(chosen, job, needle))
 

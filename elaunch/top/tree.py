@@ -1,4 +1,4 @@
-"""JobSeen, nodes and ranks as rows, the worst first.
+"""JobDocument, nodes and ranks as rows, the worst first.
 
 Rows are made for what is open only: of a closed node its ranks are counted.
 """
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elaunch.runs.job import BAD, JobSeen, JudgedNode, WorkerSeen
+from elaunch.runs.job import BAD, JobDocument, JudgedNode, WorkerSeen
 from elaunch.text import count, one_line
 
 Key = tuple[int, ...]
@@ -31,7 +31,7 @@ class TreeRow(Struct, frozen=True):
 
 
 def rows(
-    job: JobSeen, found: Sequence[JudgedNode], opened: Collection[Key], needle: str = ""
+    job: JobDocument, found: Sequence[JudgedNode], opened: Collection[Key], needle: str = ""
 ) -> list[TreeRow]:
     """Return what the tree shows; with a ``needle`` the ranks in which it is, and their nodes."""
     wanted = needle.lower()

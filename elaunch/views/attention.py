@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from elaunch.runs import verdict
 from elaunch.runs.identity import SUSPENDED
-from elaunch.runs.job import BAD, JobSeen
+from elaunch.runs.job import BAD, JobDocument
 from elaunch.runs.record import Record
 from elaunch.text import duration, ranks
 
@@ -24,7 +24,7 @@ def _item(level: str, title: str, detail: str = "", page: str = "") -> dict[str,
     return {"level": level, "title": title, "detail": detail, "page": page}
 
 
-def attention(job: JobSeen) -> Iterator[dict[str, str]]:
+def attention(job: JobDocument) -> Iterator[dict[str, str]]:
     """Yield what needs attention; nothing where all is well."""
     record = job.record
     if record is None:
@@ -56,7 +56,7 @@ def attention(job: JobSeen) -> Iterator[dict[str, str]]:
 
 
 def _ended_badly(
-    job: JobSeen, record: Record, failure: Mapping[str, Any] | None
+    job: JobDocument, record: Record, failure: Mapping[str, Any] | None
 ) -> Iterator[dict[str, str]]:
     elsewhere, why = record.get("job_failure") or {}, job.reason or ""
     if failure is not None:
@@ -79,7 +79,7 @@ def text_of(value: object) -> str:
     return value[:MOST_TEXT] if isinstance(value, str) else ""
 
 
-def _standing_still(job: JobSeen, record: Record) -> Iterator[dict[str, str]]:
+def _standing_still(job: JobDocument, record: Record) -> Iterator[dict[str, str]]:
     """Yield ranks that are silent for long, or behind the others, while the run goes on."""
     if silent := job.silent:
         progress = record.get("progress")

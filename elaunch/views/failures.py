@@ -16,7 +16,7 @@ from elaunch.agent.failure import explain, report
 from elaunch.checkpoint.storage import files
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import JobSeen
+from elaunch.runs.job import JobDocument
 from elaunch.text import block, duration, moment, one_line
 from elaunch.views.attention import text_of
 from elaunch.views.page import agent_note, explanation_of, failure_lines, parts_of
@@ -56,7 +56,7 @@ class RunCards:
     lost, left or joined, or somebody asked for it.
     """
 
-    job: JobSeen
+    job: JobDocument
     card: Card | None
     others: tuple[Card, ...]
     began: tuple[tuple[int, str], ...] = ()
@@ -101,7 +101,7 @@ class RunCards:
         }
 
 
-def read_cards(job: JobSeen, number: int | None = None) -> RunCards:
+def read_cards(job: JobDocument, number: int | None = None) -> RunCards:
     """Read why a run's newest failed round has failed, or its round ``number``.
 
     Raises OSError where the directory cannot be read, LookupError where that round has no report.
@@ -123,7 +123,7 @@ def read_cards(job: JobSeen, number: int | None = None) -> RunCards:
     return RunCards(job, card, others, tuple(_began(job, rounds)))
 
 
-def _in_record(job: JobSeen) -> Card | None:
+def _in_record(job: JobDocument) -> Card | None:
     """Return what the record has of the last failure: a full disk may have taken no report."""
     found = job.record["failure"] if job.record else None
     number = found.get("round") if found else None
@@ -133,7 +133,7 @@ def _in_record(job: JobSeen) -> Card | None:
     return Card(number, found, text, "its report is not there; this is what the record has of it")
 
 
-def _began(job: JobSeen, failed: Collection[int]) -> Iterator[tuple[int, str]]:
+def _began(job: JobDocument, failed: Collection[int]) -> Iterator[tuple[int, str]]:
     history = job.record["history"] if job.record else []
     others = [one for one in history if one["round"] and one["round"] - 1 not in failed]
     for one in others[: -SHOWN_ROUNDS - 1 : -1]:

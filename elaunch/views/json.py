@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from elaunch.runs import verdict
-from elaunch.runs.job import BAD, JobSeen, WorkerSeen
+from elaunch.runs.job import BAD, JobDocument, WorkerSeen
 from elaunch.runs.record import SCHEMA
 from elaunch.views.attention import attention
 
@@ -29,7 +29,7 @@ _LISTED: Final = (
 )
 
 
-def _seen(job: JobSeen) -> dict[str, Any]:
+def _seen(job: JobDocument) -> dict[str, Any]:
     """Return what is seen of any run; of an unreadable one all recorded fields are null."""
     record = job.record
     return {
@@ -44,7 +44,7 @@ def _seen(job: JobSeen) -> dict[str, Any]:
     }
 
 
-def one_run(job: JobSeen) -> dict[str, Any]:
+def one_run(job: JobDocument) -> dict[str, Any]:
     """Return one run: its record, with the state as seen now and what was measured."""
     record = job.known
     return {
@@ -70,7 +70,7 @@ def one_run(job: JobSeen) -> dict[str, Any]:
     }
 
 
-def listed(jobs: Sequence[JobSeen]) -> list[dict[str, Any]]:
+def listed(jobs: Sequence[JobDocument]) -> list[dict[str, Any]]:
     """Return one object for each run."""
     return [
         {"schema": SCHEMA, "run_id": job.run_id}
@@ -80,7 +80,7 @@ def listed(jobs: Sequence[JobSeen]) -> list[dict[str, Any]]:
     ]
 
 
-def screen(job: JobSeen) -> dict[str, Any]:
+def screen(job: JobDocument) -> dict[str, Any]:
     """Return what the dashboard shows of a run; of one that cannot be read only that."""
     shown = {
         "key": job.run.path.name,
@@ -123,7 +123,7 @@ def screen(job: JobSeen) -> dict[str, Any]:
     }
 
 
-def tree(job: JobSeen) -> dict[str, Any]:
+def tree(job: JobDocument) -> dict[str, Any]:
     """Return what ``elaunch top --json`` prints: nodes and ranks, the worst first."""
     shown = screen(job)
     names = ("run_id", "dir", "state", "reason", "read_at", "round", "world_size", "attention")

@@ -22,7 +22,7 @@ from elaunch.endings import how_it_ended
 from elaunch.runs import verdict
 from elaunch.runs.directory import handle
 from elaunch.runs.identity import SUSPENDED
-from elaunch.runs.job import JobSeen, WorkerSeen
+from elaunch.runs.job import JobDocument, WorkerSeen
 from elaunch.runs.record import ProgressRecord, Record, RoundRecord, WorkerProgressRecord
 from elaunch.text import date, duration, host_port, moment, one_line, ranks, size
 from elaunch.views.layout import (
@@ -65,7 +65,7 @@ _LIST_NOTES: Final = {
 }
 
 
-def agent_note(job: JobSeen) -> str:
+def agent_note(job: JobDocument) -> str:
     """Return why the state is not the agent's own answer, in parentheses, or ""."""
     template = _AGENT_NOTES.get(job.agent)
     if template is None or job.record is None:
@@ -73,7 +73,7 @@ def agent_note(job: JobSeen) -> str:
     return f"({template.format(**job.record['agent'])})"
 
 
-def run_page(job: JobSeen) -> Page:
+def run_page(job: JobDocument) -> Page:
     """Return the page of one run; raise RunDirError where it cannot be read."""
     record = job.known
     parts: list[Part] = [_title(job, record)]
@@ -91,7 +91,7 @@ def run_page(job: JobSeen) -> Page:
     return tuple(parts)
 
 
-def _others(job: JobSeen, few: bool) -> Iterator[str]:
+def _others(job: JobDocument, few: bool) -> Iterator[str]:
     """Yield which nodes do not answer, and how many ranks have no row, by their state."""
     states = Counter(worker.state for node in job.others for worker in node.workers)
     if states and not few:
@@ -104,7 +104,7 @@ def _others(job: JobSeen, few: bool) -> Iterator[str]:
         yield f"and {len(silent) - SHOWN_NODES} more nodes"
 
 
-def list_page(jobs: Sequence[JobSeen], everything: bool) -> Page:
+def list_page(jobs: Sequence[JobDocument], everything: bool) -> Page:
     """Return the page of several runs; with ``everything`` none was left out."""
     if not jobs:
         if everything:
@@ -117,7 +117,7 @@ def list_page(jobs: Sequence[JobSeen], everything: bool) -> Page:
     return (table(columns, (_list_row(job, ids) for job in jobs)),)
 
 
-def _list_row(job: JobSeen, ids: Mapping[str, int]) -> tuple[object, ...]:
+def _list_row(job: JobDocument, ids: Mapping[str, int]) -> tuple[object, ...]:
     record, at = job.record, partial(moment, now=job.read_at)
     name = job.run_id if ids[job.run_id] == 1 else handle(job.run)
     state = Cell(f"{job.state}{_LIST_NOTES.get(job.agent, '')}", job.state)
@@ -129,7 +129,7 @@ def _list_row(job: JobSeen, ids: Mapping[str, int]) -> tuple[object, ...]:
     return name, state, record["round"], used, record["world_size"], *when, record["name"], script
 
 
-def _title(job: JobSeen, record: Record) -> Title:
+def _title(job: JobDocument, record: Record) -> Title:
     notes = []
     if doubt := agent_note(job):
         notes.append(doubt)
@@ -140,7 +140,7 @@ def _title(job: JobSeen, record: Record) -> Title:
     return Title(one_line(record["run_id"]), Cell(job.state, job.state), " ".join(notes))
 
 
-def _cause(job: JobSeen, record: Record) -> Iterator[str]:
+def _cause(job: JobDocument, record: Record) -> Iterator[str]:
     """Yield why the run is in its state; of a failure also the failed worker's report."""
     if job.reason:
         yield one_line(job.reason)
@@ -160,7 +160,7 @@ def _cause(job: JobSeen, record: Record) -> Iterator[str]:
         yield from (one_line(line) for line in text.splitlines()[:SHOWN_MESSAGE_LINES])
 
 
-def _progress(job: JobSeen, record: Record) -> Iterator[tuple[str, str]]:
+def _progress(job: JobDocument, record: Record) -> Iterator[tuple[str, str]]:
     yield "name", record["name"]
     started = date(record["started_at"])
     if job.live:
@@ -212,7 +212,7 @@ def _place_among_nodes(record: Record) -> Iterator[tuple[str, str]]:
         yield "joining", f"{joining} more, with the next round"
 
 
-def _origin(job: JobSeen, record: Record) -> Iterator[tuple[str, str]]:
+def _origin(job: JobDocument, record: Record) -> Iterator[tuple[str, str]]:
     agent = record["agent"]
     # argv[0] is a path of the installation, or of __main__.py.
     command = record["argv"] if "launcher" in record else ["elaunch", *record["argv"][1:]]
@@ -223,7 +223,7 @@ def _origin(job: JobSeen, record: Record) -> Iterator[tuple[str, str]]:
     yield "record", str(job.run.path)
 
 
-def _checkpoint_facts(job: JobSeen, record: Record) -> Iterator[tuple[str, str]]:
+def _checkpoint_facts(job: JobDocument, record: Record) -> Iterator[tuple[str, str]]:
     if record["checkpoint_dir"] is None:
         return
     if job.latest is not None:
@@ -269,12 +269,12 @@ def _worker_row(worker: WorkerSeen) -> tuple[object, ...]:
     return *who, state, *takes, record["exit"], worker.step, _doing_text(worker.progress)
 
 
-def _history(job: JobSeen, history: Sequence[RoundRecord]) -> Table:
+def _history(job: JobDocument, history: Sequence[RoundRecord]) -> Table:
     columns = "round>, started, lasted>, recovery>, from step>, reason~"
     return table(columns, (_round_row(job, one) for one in history[-SHOWN_ROUNDS:]))
 
 
-def _round_row(job: JobSeen, entry: RoundRecord) -> tuple[object, ...]:
+def _round_row(job: JobDocument, entry: RoundRecord) -> tuple[object, ...]:
     lasted, recovery = (
         given(job.round_s(entry), duration),
         given(entry["recovery_s"], "{:.3f} s".format),
@@ -369,7 +369,7 @@ def _doing_text(worker: WorkerProgressRecord | None) -> str:
     return ", ".join([*parts, f"last call {worker['doing']}"] if worker["doing"] else parts)
 
 
-def _save_facts(job: JobSeen, record: Record) -> Iterator[tuple[str, str]]:
+def _save_facts(job: JobDocument, record: Record) -> Iterator[tuple[str, str]]:
     """Yield names and values: the newest commit, what is on its way, what came to nothing."""
     saves = record.get("saves")
     if saves is None:

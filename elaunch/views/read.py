@@ -25,7 +25,7 @@ from elaunch.runs.job import (
     LOST,
     UNREADABLE,
     AgentState,
-    JobSeen,
+    JobDocument,
     LatestCheckpoint,
     NodeSeen,
     WorkerSeen,
@@ -55,12 +55,12 @@ FIRST_ASKED: Final = 256
 """Nodes that are asked the first time: all that a command shows which reads once."""
 
 
-def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[JobSeen, ...]:
+def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[JobDocument, ...]:
     """Read how all runs stand, the newest first: those live here and the last that ended.
 
     With ``everything`` also the older ones and those of other machines that share the directory.
     """
-    found: list[JobSeen] = []
+    found: list[JobDocument] = []
     recent = 0
     for run in list_runs(environ):
         job = read(run, LIST_TIMEOUT_S)
@@ -72,7 +72,7 @@ def read_all(environ: Mapping[str, str], everything: bool = False) -> tuple[JobS
     return tuple(found)
 
 
-def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> JobSeen:
+def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> JobDocument:
     """Read how the run stands; its agent has ``timeout`` seconds to answer."""
     deadline = time.monotonic() + timeout
     while True:
@@ -90,7 +90,7 @@ def read(run: RunDir, timeout: float = ANSWER_TIMEOUT_S) -> JobSeen:
         return job
 
 
-def _look(run: RunDir, timeout: float) -> JobSeen:
+def _look(run: RunDir, timeout: float) -> JobDocument:
     written = _written(run)
     if written.agent == "ended":
         return written
@@ -106,20 +106,20 @@ def _look(run: RunDir, timeout: float) -> JobSeen:
     return _recorded(run, record, "answers" if record["state"] in LIVE_STATES else "ended")
 
 
-def _written(run: RunDir) -> JobSeen:
+def _written(run: RunDir) -> JobDocument:
     """Return what state.json has, before the agent is looked at."""
     try:
         record = run.read_state()
     except RunDirError as exc:
-        return JobSeen(run, None, UNREADABLE, str(exc), "gone", time.time())
+        return JobDocument(run, None, UNREADABLE, str(exc), "gone", time.time())
     return _recorded(run, record, "silent" if record["state"] in LIVE_STATES else "ended")
 
 
-def _recorded(run: RunDir, record: Record, agent: AgentState) -> JobSeen:
-    return JobSeen(run, record, record["state"], record["reason"], agent, time.time())
+def _recorded(run: RunDir, record: Record, agent: AgentState) -> JobDocument:
+    return JobDocument(run, record, record["state"], record["reason"], agent, time.time())
 
 
-def _unanswered(run: RunDir, refused: bool) -> JobSeen:
+def _unanswered(run: RunDir, refused: bool) -> JobDocument:
     """Return a run whose agent did not answer; ``refused``: none listens."""
     written = _written(run)
     record = written.record
@@ -190,7 +190,9 @@ class AskedNodes:
         self._asked: dict[int, float] = {}
         self._thread: threading.Thread | None = None
 
-    def complete(self, job: JobSeen, wanted: Collection[int] | None, patience: float) -> JobSeen:
+    def complete(
+        self, job: JobDocument, wanted: Collection[int] | None, patience: float
+    ) -> JobDocument:
         """Return ``job`` with what is known of its other nodes after ``patience`` seconds.
 
         ``wanted`` nodes are asked, all where it is None, and those with a problem, which may be
@@ -271,7 +273,7 @@ class RunReader:
         self._measured: Mapping[int, Measurement] = {}
         self._others = AskedNodes(run)
 
-    def read(self, wanted: Collection[int] | None = None) -> JobSeen:
+    def read(self, wanted: Collection[int] | None = None) -> JobDocument:
         """Return the run as it is now; the agents of ``wanted`` nodes are asked, or of all."""
         job = read(self.run)
         if (record := job.record) is None:
@@ -309,7 +311,7 @@ class RunReader:
         return in_short(self.run, self._cards)
 
 
-def _settle(job: JobSeen, record: Record) -> JobSeen:
+def _settle(job: JobDocument, record: Record) -> JobDocument:
     """Give the workers of a killed agent the time in which they are ended before naming any."""
     survivors = _living(record["workers"])
     if not survivors:
@@ -321,7 +323,7 @@ def _settle(job: JobSeen, record: Record) -> JobSeen:
     return replace(job, reason=_lost_reason(record, survivors))
 
 
-def _running(job: JobSeen, workers: Sequence[WorkerRecord]) -> frozenset[int]:
+def _running(job: JobDocument, workers: Sequence[WorkerRecord]) -> frozenset[int]:
     """Return the pids of the workers that run and can be seen from here."""
     if job.agent == "elsewhere" or not job.here:
         return frozenset()
@@ -329,7 +331,7 @@ def _running(job: JobSeen, workers: Sequence[WorkerRecord]) -> frozenset[int]:
     return frozenset(worker["pid"] for worker in _living(running) if worker["pid"])
 
 
-def _state(worker: WorkerRecord, running: Collection[int], job: JobSeen) -> str:
+def _state(worker: WorkerRecord, running: Collection[int], job: JobDocument) -> str:
     if worker["pid"] in running or worker["state"] not in ("STARTING", "RUNNING"):
         return worker["state"]
     over = job.agent in ("gone", "ended", "runs")

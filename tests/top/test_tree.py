@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import JobSeen, JudgedNode, NodeSeen, WorkerSeen
+from elaunch.runs.job import JobDocument, JudgedNode, NodeSeen, WorkerSeen
 from elaunch.runs.record import new_worker
 from elaunch.top.pages import TopReading, detail
 from elaunch.top.tree import JOB, rows
@@ -20,12 +20,12 @@ from tests.views.played_agent import new_record
 
 def seen(
     slots: int, hosts: list[str], workers: list[WorkerSeen], here: int = 0, **more: Any
-) -> JobSeen:
+) -> JobDocument:
     """Return a job of nodes with so many slots each."""
     run = RunDir(Path("r"))
     record: Any = new_record(run, "r", []) | more
     grid = (NodeSeen(n, host, n * slots, slots, n == here) for n, host in enumerate(hosts))
-    job = JobSeen(run, record, "RUNNING", None, "answers", 1.0)
+    job = JobDocument(run, record, "RUNNING", None, "answers", 1.0)
     return replace(job, workers=tuple(workers), nodes=tuple(grid))
 
 

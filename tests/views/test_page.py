@@ -16,7 +16,7 @@ from elaunch.runs.directory import RunDir
 from elaunch.runs.identity import SUSPENDED
 from elaunch.runs.job import (
     AgentState,
-    JobSeen,
+    JobDocument,
     LatestCheckpoint,
     NodeSeen,
     WorkerSeen,
@@ -49,14 +49,14 @@ FAILURE = {
 
 def viewed(
     path: Path, state: str = "RUNNING", agent: AgentState = "answers", **changes: Any
-) -> JobSeen:
+) -> JobDocument:
     """Return a view of a run of two workers as it might be taken at NOW."""
     run = RunDir(path)
     changes = {"started_at": NOW - 192, "reason": None} | changes
     record = cast("Record", new_record(run, "train-3fa2c1", [101, 102]) | changes)
     record["agent"] |= {"pid": 99, "host": "node0", "user": "ada"}
     used = Usage(98.7, 612 << 20, 9, 150.0, 1288 << 20)
-    job = JobSeen(run, record, state, record["reason"], agent, NOW, nodes=round_nodes(record))
+    job = JobDocument(run, record, state, record["reason"], agent, NOW, nodes=round_nodes(record))
     steps = progress_of(record, job.live)
     return replace(
         job,
@@ -442,7 +442,7 @@ def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
 def test_the_list(tmp_path: Path) -> None:
     one = viewed(tmp_path / "train-3fa2c1")
     two = viewed(tmp_path / "train-3fa2c1.2", "LOST", "gone", entrypoint="/a/b/long.py")
-    torn = JobSeen(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
+    torn = JobDocument(RunDir(tmp_path / "torn"), None, "UNREADABLE", "why", "gone", NOW)
     lines = plain(list_page([one, replace(two, agent="gone"), torn], False)).splitlines()
     columns = "run  state  round  restarts  world size  started  ended  duration  name  script"
     assert [re.split("  +", line.rstrip()) for line in lines] == [

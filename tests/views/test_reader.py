@@ -14,7 +14,7 @@ from elaunch.checkpoint.storage.storage import Image, ShardHeader, Stage, open_s
 from elaunch.errors import RunDirError
 from elaunch.runs.directory import RunDir, create
 from elaunch.runs.identity import worker_is_alive
-from elaunch.runs.job import JobSeen
+from elaunch.runs.job import JobDocument
 from elaunch.views.json import listed, one_run
 from elaunch.views.page import run_page
 from elaunch.views.read import RunReader, read_all
@@ -24,7 +24,7 @@ from tests.views.conftest import Play
 from tests.views.playing import final
 
 
-def take(run: RunDir) -> JobSeen:
+def take(run: RunDir) -> JobDocument:
     """Read a run once."""
     return RunReader(run).read()
 

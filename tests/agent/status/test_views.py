@@ -29,7 +29,7 @@ from elaunch.agent.status.socket import ControlSocket
 from elaunch.agent.status.views import NodeViews
 from elaunch.errors import UsageError
 from elaunch.runs.directory import RunDir
-from elaunch.runs.job import AgentState, JobSeen, NodeSeen, round_nodes
+from elaunch.runs.job import AgentState, JobDocument, NodeSeen, round_nodes
 from elaunch.runs.logtree import Arrival
 from elaunch.runs.record import first_record, new_worker
 from elaunch.views.agents import (
@@ -146,9 +146,9 @@ def test_workers_of_other_nodes_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
             agent: AgentState = "answers",
             by: Any = others,
         ) -> tuple[NodeSeen, ...]:
-            job = JobSeen(run, seen, seen["state"], None, agent, 0.0, nodes=round_nodes(seen))
+            job = JobDocument(run, seen, seen["state"], None, agent, 0.0, nodes=round_nodes(seen))
             assert job.others and not structs.replace(job, agent="elsewhere").others
-            found: JobSeen = by.complete(job, asked, 5)
+            found: JobDocument = by.complete(job, asked, 5)
             return found.others
 
         assert not any(one.note or one.workers for one in read(record, ()))
