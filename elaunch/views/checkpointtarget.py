@@ -173,13 +173,9 @@ def _run(words: str, environ: Mapping[str, str]) -> Target:
 def _resumed(place: Location, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the names of checkpoints here that living runs have resumed from, with their runs."""
     found: dict[str, str] = {}
-    for run in rundir.list_runs(environ):
-        try:
-            record = run.read_state()
-        except RunDirError:
-            continue
-        checkpoint = record["checkpoint"]
-        if checkpoint is None or not rundir.is_live(run):
+    for run, record in rundir.records(environ):
+        checkpoint = record["checkpoint"] if record else None
+        if record is None or checkpoint is None or not rundir.is_live(run):
             continue
         parent, _, name = without_slash(str(checkpoint["path"])).rpartition("/")
         if parent == without_slash(str(place)):

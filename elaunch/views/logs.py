@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elaunch import text
 from elaunch.errors import ElaunchError, RunDirError, UsageError
-from elaunch.runs.directory import CONSOLE, RunDir, is_live, run_id_of, runs_of
+from elaunch.runs.directory import CONSOLE, RunDir, is_live, records, run_id_of
 from elaunch.runs.identity import condition
 from elaunch.runs.logtree import ARRIVALS, STREAMS, LogName, LogTree, parse_arrivals, parse_name
 from elaunch.runs.record import FINAL_STATES, Record
@@ -103,8 +103,8 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
     if own["log_dir"] is None:
         why = "no agent kept its output" if "launcher" in own else "--log-dir /dev/null"
         raise UsageError(f"RUN {name} has no log files: {why}")
-    records = [(run, own), *_siblings(run, own, environ)]
-    found = [_node(of, record) for of, record in records if record["log_dir"]]
+    both = [(run, own), *_siblings(run, own, environ)]
+    found = [_node(of, record) for of, record in both if record["log_dir"]]
     over = own["state"] in FINAL_STATES or not is_live(run)
     if over and not any(os.path.isdir(node.place) for node in found):
         where = f"{own['log_dir']} is not there; it was on {own['agent']['host']}"
@@ -153,12 +153,11 @@ def _siblings(
     names = {node["name"] for node in own.get("nodes", ())}
     if len(names) < 2:
         return
-    for other in runs_of(own["run_id"], environ):
-        if other.path == run.path:
+    for other, record in records(environ):
+        if record is None or record["run_id"] != own["run_id"] or other.path == run.path:
             continue
-        record = other.read_state()
-        nodes, rank = record.get("nodes", []), record.get("node_rank")
-        if rank is not None and any(node["name"] in names for node in nodes):
+        nodes = record.get("nodes", [])
+        if record.get("node_rank") is not None and any(node["name"] in names for node in nodes):
             yield other, record
 
 
