@@ -109,7 +109,7 @@ def nodes_of(run: RunDir, chosen: str | None, environ: Mapping[str, str]) -> lis
     if over and not any(os.path.isdir(node.place) for node in found):
         where = f"{own['log_dir']} is not there; it was on {own['agent']['host']}"
         raise UsageError(f"RUN {name} has no log files here: {where}")
-    found = sorted([*found, *_elsewhere(run, own, found)], key=_by_rank)
+    found = sorted([*found, *_elsewhere(run, own, found)], key=lambda node: node.rank)
     return _meant(found, chosen, f"run {name} has logs here of node")
 
 
@@ -130,10 +130,6 @@ def _meant(found: list[LogNode], chosen: str | None, has: str) -> list[LogNode]:
         known = text.listed([f"{node.rank} ({node.host})" for node in found])
         raise UsageError(f"--node {chosen}: {has} {known}")
     return meant
-
-
-def _by_rank(node: LogNode) -> int:
-    return node.rank
 
 
 def _node(run: RunDir, record: Record) -> LogNode:
@@ -212,12 +208,12 @@ def directories(
     """
     reader = Reader(run, nodes, choice)
     reader.look()
-    found = {(file.rank, file.name.round, _directory(file)) for file in reader.chosen()}
-    return sorted(found)
-
-
-def _directory(file: FollowedLog) -> str:
-    return f"{file.node.place}/attempt_{file.name.round}/{file.name.local_rank}"
+    return sorted(
+        {
+            (one.rank, one.name.round, f"{one.node.place}/{os.path.dirname(str(one.name))}")
+            for one in reader.chosen()
+        }
+    )
 
 
 @dataclass(eq=False)

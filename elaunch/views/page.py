@@ -86,7 +86,8 @@ def run_page(job: JobDocument) -> Page:
     if notes := tuple(_others(job, few)):
         parts.append(Paragraph(notes))
     if len(record["history"]) > 1:
-        parts.append(_history(job, record["history"]))
+        rows = (_round_row(job, one) for one in record["history"][-SHOWN_ROUNDS:])
+        parts.append(table("round>, started, lasted>, recovery>, from step>, reason~", rows))
     parts.append(fields(_origin(job, record)))
     return tuple(parts)
 
@@ -267,11 +268,6 @@ def _worker_row(worker: WorkerSeen) -> tuple[object, ...]:
     if used:
         takes = (f"{used.cpu_percent:.0f}", size(used.rss), size(used.tree_rss), used.threads)
     return *who, state, *takes, record["exit"], worker.step, _doing_text(worker.progress)
-
-
-def _history(job: JobDocument, history: Sequence[RoundRecord]) -> Table:
-    columns = "round>, started, lasted>, recovery>, from step>, reason~"
-    return table(columns, (_round_row(job, one) for one in history[-SHOWN_ROUNDS:]))
 
 
 def _round_row(job: JobDocument, entry: RoundRecord) -> tuple[object, ...]:

@@ -58,9 +58,15 @@ def status(
     With --rdzv-backend and --rdzv-endpoint, show a job on all its nodes, from any machine that
     reaches the store where they meet.
     """
-    _refuse_idle_flags(run, watching, interval, everything)
+    if interval is not None and not watching:
+        raise UsageError(f"--interval {interval:g} has an effect only with --watch")
+    if everything and run is not None:
+        raise UsageError(f"--all lists every run: leave out RUN {run!r}, or leave out --all")
     line = places.given(place, run)
-    _refuse_all(everything, line)
+    if line and everything:
+        raise UsageError(
+            f"--all lists runs of this machine, and --{next(iter(line))} asks for a job in a store"
+        )
     with _quiet_interrupt(), ExitStack() as stack:
         view = view_of_store(line, stack) if line else view_of_runs(run, everything)
         if not watching:
@@ -101,22 +107,6 @@ def runs(verb: str, as_json: bool, everything: bool) -> None:
     with _quiet_interrupt():
         view = view_of_runs(None, everything)
         _print(view, view.read(), as_json)
-
-
-def _refuse_idle_flags(
-    run: str | None, watching: bool, interval: float | None, everything: bool
-) -> None:
-    if interval is not None and not watching:
-        raise UsageError(f"--interval {interval:g} has an effect only with --watch")
-    if everything and run is not None:
-        raise UsageError(f"--all lists every run: leave out RUN {run!r}, or leave out --all")
-
-
-def _refuse_all(everything: bool, line: Mapping[str, str]) -> None:
-    if line and everything:
-        raise UsageError(
-            f"--all lists runs of this machine, and --{next(iter(line))} asks for a job in a store"
-        )
 
 
 @dataclass(frozen=True)

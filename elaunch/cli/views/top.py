@@ -41,11 +41,14 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
             "`elaunch status RUN --watch` follows it in lines"
         )
     if importlib.util.find_spec("textual") is None:
+        from elaunch.cli import place
         from elaunch.cli.views.status import status
 
         text = "elaunch: note: this is `elaunch status --watch`; the tree takes textual: "
         click.echo(f"{text}pip install 'elaunch[top]'", err=True)
-        ctx.invoke(status, run=str(found.path), watching=True, **dict.fromkeys(_places()))
+        ctx.invoke(
+            status, run=str(found.path), watching=True, **{flag.dest: None for flag in place.FLAGS}
+        )
         return None
     from elaunch.top.app import TopApp
     from elaunch.top.pages import TopReader
@@ -53,9 +56,3 @@ def top(ctx: click.Context, run: str | None, as_json: bool) -> int | None:
     app = TopApp(TopReader(found))
     app.run()
     return int(app.return_code or 0)
-
-
-def _places() -> list[str]:
-    from elaunch.cli import place
-
-    return [flag.dest for flag in place.FLAGS]
