@@ -54,8 +54,8 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elaunch.agent.peers.peers import Peers
 from elaunch import atonce
+from elaunch.agent.peers.peers import Peers
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.endings import PREEMPTED
 from elaunch.errors import StoreDenied, StoreError, StoreUnreachable, UsageError

@@ -48,8 +48,7 @@ def test_a_killed_agent_is_lost(play: Play) -> None:
     job = read(agent.run)
     assert (job.state, job.agent, job.live) == ("LOST", "gone", False)
     assert job.reason == (
-        f"the agent (pid {agent.process.pid}) was killed; "
-        "its workers were ended with it"
+        f"the agent (pid {agent.process.pid}) was killed; its workers were ended with it"
     )
     assert job.duration_s is None
 
