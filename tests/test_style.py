@@ -118,7 +118,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "sent to all ranks and raised there",
     "elaunch.training.checkpoint.together:guarded": "what torch or a user's object raises on "
     "one rank is an error of all",
-    "elaunch.server.compiling:_look_through_modules": "a foreign module may raise anything",
+    "elaunch.server.preload:_look_through_modules": "a foreign module may raise anything",
     "elaunch.server.devices:_or_why": "whatever a driver raises is the answer to the agent",
     "elaunch.server.preload:_import": "whatever a user's module raises is the answer to the agent",
 }

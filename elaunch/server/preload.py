@@ -7,11 +7,23 @@ What workers need only later (``+module`` in ``--preload``) is imported when the
 for a while: the start does not wait for it, a short job never pays for it, and the workers of a
 restart find it there. torch itself imports ``torch._dynamo`` when the first optimizer is made,
 which costs each worker most of a second. Where that is among the later modules, the server also
-imports what a worker begins to import: TorchInductor and what belongs to it
-(elaunch.server.compiling) at once, and what a script needs to save (SAVING) SETTLE seconds later. A
-worker announces that by a signal (ANNOUNCED): a finder on its ``sys.meta_path`` sends it when the
-first such module is looked for, and removes itself. During such an import the server does before
-each module what cannot wait; a fork waits for the end of the import.
+imports what a worker begins to import: TorchInductor and what belongs to it (COMPILING) at once,
+and what a script needs to save (SAVING) SETTLE seconds later. A worker announces that by a signal
+(ANNOUNCED): a finder on its ``sys.meta_path`` sends it when the first such module is looked for,
+and removes itself. During such an import the server does before each module what cannot wait; a
+fork waits for the end of the import.
+
+=========  ======================================  ===============================================
+state      what is there                           what follows
+=========  ======================================  ===============================================
+idle       nothing to import                       a worker announces an import: waiting
+waiting    modules, and when they are ``due``      no fork has to try them: importing; else trying
+trying     a fork that imports them first          they may be imported: importing; they may not:
+                                                   idle; it has ended with its round: waiting
+importing  the server imports them                 a worker compiles: asking; else idle
+asking     a fork that begins to compile           what it has found out is adopted: idle; it has
+                                                   ended with its round: waiting
+=========  ======================================  ===============================================
 
 The next round must not see other settings than the first one. A script may set variables that such
 a module reads when it is imported (``TORCH_COMPILE_DISABLE``); in the server it would read the
@@ -20,6 +32,14 @@ any, a fork of the server imports the modules and notes which variables they rea
 one is among those, nothing is imported ahead, and each worker imports the modules by itself.
 Modules that are neither torch's nor elaunch's are always tried in a fork first: the server cannot
 get rid of threads that they start.
+
+A restarted worker finds its kernels in TorchInductor's cache. Its first compiled step would still
+take seconds of what is the same in all: a hash of torch's source, whether compiler and processor
+agree on vector instructions, and whether the precompiled header is that of the headers as they are,
+for which other processes are started. That is found out in the fork (:func:`find_out`), since the
+server must not wait for a compiler, and entered into torch's own caches (:func:`enter`). The fork
+also begins to compile a function, up to the compiler's start, and so learns what torch imports
+then. All that is internal to torch: where it has other names nothing is done.
 """
 
 from __future__ import annotations
@@ -28,6 +48,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import math
 import os
 import signal
@@ -35,16 +56,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from elaunch import env
-from elaunch.server import compiling, processes
+from elaunch.server import processes
 from elaunch.wire import recorder
 
 DYNAMO = "torch._dynamo"
+COMPILER = "torch._inductor.compile_fx"
+COMPILING = (COMPILER, "torch.utils.cpp_extension", "torch._dynamo.backends.inductor")
+"""Modules that a worker imports to compile."""
 SAVING = (
     "torch.distributed.checkpoint",
     "elaunch.training.context",
@@ -57,7 +81,7 @@ SAVING = (
 )
 """Modules that a worker imports to load and to save."""
 ANNOUNCED: Mapping[int, tuple[str, ...]] = {
-    signal.SIGURG: compiling.MODULES,
+    signal.SIGURG: COMPILING,
     signal.SIGWINCH: SAVING,
 }
 """The signal by which a worker lets the server know that it imports the first that is not there.
@@ -77,6 +101,17 @@ NVML = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _KNOWN = ("torch", "elaunch")
 """Whose modules start no threads that a fork would lack."""
+
+_KEY = ("torch._inductor.codecache", "torch_key")
+_ISA = ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list")
+_HEADER = ("torch._inductor.codecache", "_precompile_header")
+_MAKE = ("torch._inductor.codecache", "_worker_compile_cpp")
+_CONFIG = "torch._inductor.config"
+_NAMES = ("torch._dynamo.funcname_cache", "get_funcname")
+_NAMED = ("torch.nn.functional", "torch.nn.modules.")
+"""Modules, or packages of such, that most models call: a trace names each function."""
+_SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG", "TORCHDYNAMO_")
+"""How the variables begin by which a person sees what is compiled: it would be seen there."""
 
 Meanwhile = Callable[[int | None], None]
 
@@ -312,7 +347,7 @@ class Later:
         modules = self._awaited.pop(signum, ())
         if modules:
             self._modules += modules
-            wait = 0.0 if compiling.FIRST in modules else SETTLE
+            wait = 0.0 if COMPILER in modules else SETTLE
             due = time.monotonic() + wait
             self._not_before = due if self._not_before is None else min(self._not_before, due)
             self._settled_at = min(self._settled_at, due)
@@ -348,9 +383,9 @@ class Later:
             given.setdefault(*recorder.LIMIT)  # the worker sets it with its first process group
             found.setdefault(*recorder.LIMIT)
             changed |= {name: found.get(name) for name in _changed(given, found)}
-        compiles = compiling.FIRST in modules
+        compiles = COMPILER in modules
         foreign = not all(name.partition(".")[0] in _KNOWN for name in modules)
-        tried = bool(changed) or foreign or compiling.may_open_devices()
+        tried = bool(changed) or foreign or may_open_devices()
         if tried:
             trial = partial(_quietly, partial(_trial, modules, self._path))
             answer = processes.call_in_fork(trial, meanwhile)
@@ -364,7 +399,7 @@ class Later:
         problem = preload(modules, self._path, between, tried=tried).problem
         compiles = compiles and problem is None
         if compiles:
-            self._finding = processes.ForkedCall(partial(_quietly, compiling.find_out))
+            self._finding = processes.ForkedCall(partial(_quietly, find_out))
         return Warmed(problem, compiles=compiles)
 
     def adopt(self, meanwhile: Callable[[], None]) -> None:
@@ -375,11 +410,11 @@ class Later:
         asked, self._finding = self._finding, None
         found = None if asked is None else asked.answer()
         if found is not None:
-            compiling.adopt(found)
+            enter(found)
             preload(found.get("modules", ()), self._path, meanwhile, tried=True)
-            compiling.fill_tables(meanwhile)
+            fill_tables(meanwhile)
         elif asked is not None and self._stopped:  # with its round; the next one has it asked again
-            self._modules += compiling.MODULES
+            self._modules += COMPILING
 
     def close_in_fork(self) -> None:
         """Close, in a process that was forked from the server, what belongs to that alone."""
@@ -438,3 +473,148 @@ def _trial(modules: list[str], path: str | None) -> tuple[list[str], dict[str, s
     kind.__getitem__ = look_up
     written = {name: text for name, text in os.environ.items() if before.get(name) != text}
     return sorted(read), written, found.problem or found.unforkable
+
+
+# ── what torch.compile does once in each process ─────────────────────────────────────────────────
+
+Found = dict[str, Any]
+
+
+class _Enough(BaseException):
+    """Ends a compilation; no exception that torch handles."""
+
+
+def may_open_devices() -> bool:
+    """Return whether torch is built for devices, which this process must never open."""
+    version = sys.modules.get("torch.version")
+    return any(getattr(version, kind, None) is not None for kind in ("cuda", "hip", "xpu"))
+
+
+def find_out() -> Found:
+    """Return what a worker finds out at its first compilation; called in a fork of the server."""
+    found: Found = {}
+    key, isa = _function(*_KEY), _function(*_ISA)
+    if key is not None:
+        found["key"] = key().hex()
+    kind = _vector_isa()
+    if isa is not None and kind is not None:
+        builds: dict[str, bool] = {}
+        build = kind.check_build
+
+        def note(self: Any, code: str) -> bool:
+            builds[_build_name(self, code)] = result = bool(build(self, code))
+            return result
+
+        kind.check_build = note
+        isa()
+        found["builds"] = builds
+    if not may_open_devices() and not any(name.startswith(_SHOWN) for name in os.environ):
+        found |= processes.call_in_fork(_begin_to_compile) or {}  # None where there is no compiler
+    return found
+
+
+def _begin_to_compile() -> Found:
+    """Return which header a compilation asks for, and the modules that it imports until then."""
+    import torch
+
+    headers: dict[str, str] = {}
+    ask, makers = _function(*_HEADER), vars(sys.modules[_MAKE[0]])
+
+    def note(*question: str, **options: Any) -> str:
+        makers[_MAKE[1]] = lambda *_: None  # the workers make a header that is missing
+        headers[_digest(*question)] = ask(*question, **options)
+        raise _Enough
+
+    def stop(*_: object) -> None:
+        raise _Enough
+
+    if ask is not None:
+        makers[_HEADER[1]] = note
+    makers[_MAKE[1]] = stop
+    if (config := sys.modules.get(_CONFIG)) is not None:
+        setattr(config, "compile_threads", 1)  # noqa: B010  no pool of processes: here, not there
+    before = set(sys.modules)
+    with contextlib.suppress(_Enough):
+        # Of a call: the functions that are called are looked up in torch's lists of them.
+        torch.compile(lambda x: torch.nn.functional.relu(x))(torch.zeros(8))
+    new = {name: module for name, module in sys.modules.items() if name not in before}
+    files = [name for name, module in new.items() if getattr(module, "__spec__", None) is not None]
+    return {"headers": headers, "modules": [name for name in files if name.startswith("torch.")]}
+
+
+def enter(found: Found) -> None:
+    """Enter what :func:`find_out` has returned into the caches of torch in this process."""
+    key, isa, kind = _function(*_KEY), _function(*_ISA), _vector_isa()
+    if "key" in found:
+        with contextlib.suppress(AttributeError, RuntimeError):  # it cannot be set, or is already
+            key.set(bytes.fromhex(found["key"]))
+    if headers := found.get("headers"):
+        vars(sys.modules[_HEADER[0]])[_HEADER[1]] = _recall(headers, _function(*_HEADER))
+    builds = found.get("builds")
+    if kind is None or isa is None or not builds or not any(builds.values()):
+        return  # the script may know of another compiler
+    build = kind.check_build
+    kind.check_build = lambda self, code: builds.get(_build_name(self, code), False)
+    isa()
+    kind.check_build = build
+
+
+def fill_tables(meanwhile: Callable[[], None]) -> None:
+    """Have torch make the tables that each process makes at its first compilation.
+
+    ``meanwhile`` is called before each.
+    """
+    import torch
+
+    tables: list[Callable[[], object]] = [
+        torch.compiler.list_backends,
+        torch.overrides.get_overridable_functions,
+    ]
+    if (name := _function(*_NAMES)) is not None:
+        modules = [module for module in list(sys.modules) if module.startswith(_NAMED)]
+        tables += [partial(name, sys.modules[module].__file__, 1) for module in modules]
+    for make in (*tables, _look_through_modules):
+        meanwhile()
+        make()
+
+
+def _look_through_modules() -> None:
+    """Have Python remember the file of each module, by asking for the module of foreign code.
+
+    It asks every module, and one that is made on demand may raise whatever it likes.
+    """
+    with contextlib.suppress(Exception):
+        inspect.getmodule(compile("", "<nowhere>", "exec"))
+
+
+def _recall(headers: Mapping[str, str], ask: Callable[..., str]) -> Callable[..., str]:
+    """Return what answers for a header that is known, and is there, without asking a compiler.
+
+    A header of a compiler that has been replaced meanwhile is not taken by the new one.
+    """
+
+    @wraps(ask)
+    def recall(*question: str, **options: Any) -> str:
+        path = headers.get(_digest(*question))
+        return path if path and os.path.exists(f"{path}.gch") else ask(*question, **options)
+
+    return recall
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _vector_isa() -> Any:
+    kind = _function(_ISA[0], "VecISA")
+    return kind if hasattr(kind, "check_build") else None
+
+
+def _build_name(isa: Any, code: str) -> str:
+    return _digest(f"{isa} {isa.build_arch_flags()} {code}")
+
+
+def _digest(*texts: str) -> str:
+    import hashlib  # a server that forks nothing does without
+
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()

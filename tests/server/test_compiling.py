@@ -1,4 +1,4 @@
-"""elaunch.server.compiling: what a worker that compiles spares the workers of the next round."""
+"""Workers that compile: what they spare the workers of the next round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from elaunch.server import compiling, processes
+from elaunch.server import preload, processes
 from elaunch.server.preload import DYNAMO, SAVING, SETTLE, Later
 
 
@@ -45,7 +45,7 @@ class VecISA:
 def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     """Stand in for torch's modules; yields what their functions have returned here."""
     returned: dict[str, list[str]] = {"key": [], "isa": []}
-    codecache, isa = types.ModuleType(compiling._KEY[0]), types.ModuleType(compiling._ISA[0])
+    codecache, isa = types.ModuleType(preload._KEY[0]), types.ModuleType(preload._ISA[0])
 
     def key() -> bytes:
         return b"hash"
@@ -67,9 +67,9 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
 def test_what_a_fork_finds_out_is_known_here(torchs: dict[str, list[str]]) -> None:
     """The compiler is asked in the fork alone, and torch's own functions are as they were."""
     before = VecISA.check_build
-    found = processes.call_in_fork(compiling.find_out)
+    found = processes.call_in_fork(preload.find_out)
     assert torchs == {"key": [], "isa": []}
-    compiling.adopt(found)
+    preload.enter(found)
     assert torchs == {"key": ["hash"], "isa": ["avx2"]}
     assert VecISA.asked == [] and VecISA.check_build is before
 
@@ -79,16 +79,16 @@ def test_nothing_is_concluded_from_a_compiler_that_builds_nothing(
     torchs: dict[str, list[str]], found: dict[str, dict[str, bool]]
 ) -> None:
     """The script may name another one."""
-    compiling.adopt(found)
+    preload.enter(found)
     assert torchs == {"key": [], "isa": []}
 
 
 def test_a_torch_with_other_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its internals are not ours."""
-    for name in (compiling._KEY[0], compiling._ISA[0]):
+    for name in (preload._KEY[0], preload._ISA[0]):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    assert compiling.find_out() == {}
-    compiling.adopt({"key": "00", "builds": {"x": True}})
+    assert preload.find_out() == {}
+    preload.enter({"key": "00", "builds": {"x": True}})
 
 
 def test_a_worker_that_begins_to_compile_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +136,9 @@ def test_compiling_makes_the_imports_due_at_once() -> None:
     later.note_start(os.getpid(), {})
     assert later.due == float("inf")
     later.note_import(signal.SIGURG)
-    assert later.due <= time.monotonic() and later._modules == list(compiling.MODULES)
+    assert later.due <= time.monotonic() and later._modules == list(preload.COMPILING)
     later.note_import(signal.SIGURG)
-    assert later._modules == list(compiling.MODULES)
+    assert later._modules == list(preload.COMPILING)
 
 
 def test_a_worker_that_saves_makes_the_imports_due_when_it_has_set_its_variables() -> None:
@@ -160,14 +160,14 @@ def test_a_torch_for_devices_is_tried_in_a_fork(monkeypatch: pytest.MonkeyPatch,
     version = types.ModuleType("torch.version")
     vars(version).update({"cuda": None, "hip": None} | ({kind: "12.8"} if kind else {}))
     monkeypatch.setitem(sys.modules, "torch.version", version)
-    assert compiling.may_open_devices() is bool(kind)
+    assert preload.may_open_devices() is bool(kind)
 
 
 def test_the_header_that_a_fork_has_asked_for_is_not_asked_for_again(
     torchs: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Unless it is missing, or another one is meant; and the fork makes none."""
-    codecache, torch = sys.modules[compiling._KEY[0]], types.ModuleType("torch")
+    codecache, torch = sys.modules[preload._KEY[0]], types.ModuleType("torch")
     asked, made = tmp_path / "asked", tmp_path / "x.h"
 
     def ask(header: str, command: str, **options: object) -> str:
@@ -188,14 +188,14 @@ def test_the_header_that_a_fork_has_asked_for_is_not_asked_for_again(
     vars(codecache).update(
         _precompile_header=ask, _worker_compile_cpp=lambda *_: made.with_suffix(".h.gch").touch()
     )
-    config = types.ModuleType(compiling._CONFIG)
+    config = types.ModuleType(preload._CONFIG)
     monkeypatch.setitem(sys.modules, config.__name__, config)
     vars(torch).update(compile=compile_there, zeros=abs)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    found = processes.call_in_fork(compiling.find_out)
+    found = processes.call_in_fork(preload.find_out)
     assert found["modules"] == ["torch.imported"]
     assert asked.read_text() == "prefix.h g++ -O3\n" and not made.with_suffix(".h.gch").exists()
-    compiling.adopt(found)
+    preload.enter(found)
     again = vars(codecache)["_precompile_header"]
     for header, command in (("prefix.h", "g++ -O3"), ("prefix.h", "g++ -O3"), ("prefix.h", "g++")):
         assert again(header, command, isa=object()) == str(made)
@@ -208,15 +208,15 @@ def test_nothing_is_compiled_where_a_person_would_see_it(
 ) -> None:
     """Nor does the fork end by a compilation that fails."""
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # without a compile
-    assert compiling.find_out().keys() == {"key", "builds"}
+    assert preload.find_out().keys() == {"key", "builds"}
     monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(compiling, "_begin_to_compile", lambda: {"headers": {}})
-    assert compiling.find_out().keys() == {"key", "builds"}
+    monkeypatch.setattr(preload, "_begin_to_compile", lambda: {"headers": {}})
+    assert preload.find_out().keys() == {"key", "builds"}
 
 
 def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the files of torch's layers, where torch has such a table."""
-    torch, names = types.ModuleType("torch"), types.ModuleType(compiling._NAMES[0])
+    torch, names = types.ModuleType("torch"), types.ModuleType(preload._NAMES[0])
     made: list[object] = []
     for part, function in (
         ("compiler", "list_backends"),
@@ -224,7 +224,7 @@ def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch
     ):
         entry = partial(made.append, function)
         vars(torch)[part] = types.SimpleNamespace(**{function: entry})
-    vars(names)[compiling._NAMES[1]] = lambda path, line: made.append((path, line))
+    vars(names)[preload._NAMES[1]] = lambda path, line: made.append((path, line))
     for name in [name for name in sys.modules if name.startswith("torch.")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("torch.nn.functional", "torch.nn.modules.x", "torch.nn.utils"):
@@ -233,12 +233,12 @@ def test_tables_are_made_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, names.__name__, names)
     calls: list[int] = []
-    compiling.fill_tables(lambda: calls.append(len(made)))
+    preload.fill_tables(lambda: calls.append(len(made)))
     files = [("torch.nn.functional.py", 1), ("torch.nn.modules.x.py", 1)]
     assert made == ["list_backends", "get_overridable_functions", *files]
     assert calls == [0, 1, 2, 3, 4]
     monkeypatch.delitem(sys.modules, names.__name__)
-    compiling.fill_tables(lambda: None)
+    preload.fill_tables(lambda: None)
     assert made[4:] == ["list_backends", "get_overridable_functions"]
 
 
@@ -246,7 +246,7 @@ def test_a_module_that_cannot_be_asked_does_not_end_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As those of optional packages, which raise when something of them is looked up."""
-    compiling.fill_tables(lambda: None)  # what torch imports for it looks at every module, too
+    preload.fill_tables(lambda: None)  # what torch imports for it looks at every module, too
     lazy, calls = types.ModuleType("lazy"), list[int]()
 
     def refuse(name: str) -> object:
@@ -254,7 +254,7 @@ def test_a_module_that_cannot_be_asked_does_not_end_the_server(
 
     vars(lazy)["__getattr__"] = refuse
     monkeypatch.setitem(sys.modules, "lazy", lazy)
-    compiling.fill_tables(lambda: calls.append(1))
+    preload.fill_tables(lambda: calls.append(1))
     assert calls
 
 
@@ -263,7 +263,7 @@ def test_python_remembers_in_which_module_each_file_is(monkeypatch: pytest.Monke
     import torch  # noqa: F401  its tables are asked for
 
     asked: list[str] = []
-    compiling.fill_tables(lambda: None)
+    preload.fill_tables(lambda: None)
     absolute = inspect.getabsfile
 
     def note(*of: Any) -> str:
@@ -288,4 +288,4 @@ def test_a_fork_that_ended_with_its_round_is_asked_again(stopped: bool) -> None:
     assert later.files == [] and later.due == float("inf")
     later.note_start(os.getpid(), {})
     assert (later.due < float("inf")) is stopped
-    assert later._modules == (list(compiling.MODULES) if stopped else [])
+    assert later._modules == (list(preload.COMPILING) if stopped else [])
