@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from msgspec import Struct
@@ -132,7 +133,7 @@ class LatestCheckpoint(Struct, frozen=True):
     age_s: float
 
 
-class JobDocument(Struct, frozen=True):
+class JobDocument(Struct, frozen=True, dict=True):
     """One reading of a run; one in a list has what stands in its record, and no more.
 
     Attributes:
@@ -203,7 +204,7 @@ class JobDocument(Struct, frozen=True):
             return ()
         return tuple(node for node in self.nodes if not node.here)
 
-    @property
+    @cached_property
     def everyone(self) -> tuple[WorkerSeen, ...]:
         """The workers of all nodes by rank, as far as they are known."""
         found = [*self.workers, *(worker for node in self.others for worker in node.workers)]
@@ -248,7 +249,8 @@ class JobDocument(Struct, frozen=True):
         """The workers that are behind most others, if few are and all have reported a step."""
         workers = self.everyone
         steps = [one.step for one in workers if one.step is not None]
-        behind = [one for one in workers if steps and (one.step or 0) <= max(steps) - BEHIND]
+        first = max(steps, default=0) - BEHIND
+        behind = [one for one in workers if steps and (one.step or 0) <= first]
         few = len(steps) == len(workers) and len(behind) < len(workers) / 2
         return behind if few else []
 

@@ -37,6 +37,9 @@ class Asked(Protocol):
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
         """Return what each node answers, by node rank."""
 
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank; UsageError where there is none."""
+
 
 class _Taken(msgspec.Struct):
     host: str
@@ -96,9 +99,13 @@ def stacks_of(run: RunDir | Asked, options: Sequence[str]) -> JobStacks:
     return JobStacks(joined(groups), tuple(problems), tuple(silent))
 
 
-def profile_of(run: RunDir, rank: int, seconds: int, path: Path, native: bool) -> tuple[int, str]:
+def profile_of(
+    run: RunDir | Asked, rank: int, seconds: int, path: Path, native: bool
+) -> tuple[int, str]:
     """Write the flame graph of a rank of any node; return its pid, and why there is none, or ""."""
-    request = {"of": "profile", "rank": rank, "seconds": seconds, "native": native}
+    request: dict[str, Any] = {"of": "profile", "rank": rank, "seconds": seconds, "native": native}
+    if not isinstance(run, RunDir):
+        request["nodes"] = [run.node_of(rank)]
     ((_, answer),) = ask(run, request, seconds + PROFILE_S).items()
     if "error" in answer:
         return 0, str(answer["error"])

@@ -68,7 +68,7 @@ from elaunch.rendezvous.times import to_record, total
 from elaunch.runs.record import JobTimingRecord
 from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.store.protocol import Store
-from elaunch.text import host_port, listed
+from elaunch.text import count, host_port, listed
 from elaunch.views.watch import pause
 
 OPEN_TIMEOUT_S: Final = 5.0
@@ -355,6 +355,14 @@ class JobStore:
         """The nodes of the newest round, by node rank."""
         plan = self.job.plan
         return () if plan is None else tuple(plan.nodes)
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank in the newest round; UsageError where there is none."""
+        for node in self.job.nodes:
+            if node.rank is not None and node.ranks and node.ranks[0] <= rank <= node.ranks[1]:
+                return node.rank
+        size = self.job.plan.world_size if self.job.plan else 0
+        raise UsageError(f"--rank {rank}: job {self.name} has {count(size, 'rank')} in its round")
 
     @property
     def live(self) -> bool:

@@ -51,6 +51,9 @@ def test_a_job_is_seen_from_another_machine(cluster: Build, backend: str) -> Non
     assert (found["round"], found["card"]["code"], found["silent"]) == (0, None, [])
     (group,) = json.loads(view("stacks", "--json")[1])["groups"]
     assert group["ranks"] == [0, 1] and group["main"][0].endswith("in waits")
+    assert view("profile", "1s", "--rank=1", "-o", str(script.with_suffix(".svg")))[0] == 0
+    assert "<svg" in script.with_suffix(".svg").read_text()
+    assert "--rank 2: job job has 2 ranks in its round" in view("profile", "--rank=2")[2]
     assert "no agent of job job has a report of that round" in view("why", "--round=1")[2]
     assert "job job has node 0 (node1), 1 (node2)" in view("logs", "--node=9")[2]
     job.stop()

@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -19,6 +19,10 @@ from elaunch.cli import place as places
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import UsageError
 from elaunch.wire.control import LONGEST_S
+
+if TYPE_CHECKING:
+    from elaunch.runs.directory import RunDir
+    from elaunch.views.store import JobStore
 
 SILENT = 69
 """Exit code where nothing is known of some node or rank."""
@@ -56,7 +60,7 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool, **place: 
     return SILENT if taken.silent or taken.problems else 0
 
 
-@click.command("profile")
+@click.command("profile", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.argument("duration", required=False, metavar="[DURATION]")
 @click.option(
@@ -68,15 +72,22 @@ def stacks(run: str | None, native: bool, values: bool, as_json: bool, **place: 
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write.  [default: profile-RUN-rankR.svg]",
 )
+@places.options
 def profile(
-    run: str | None, duration: str | None, rank: int, native: bool, output: Path | None
+    run: str | None,
+    duration: str | None,
+    rank: int,
+    native: bool,
+    output: Path | None,
+    **place: str | None,
 ) -> int:
     """Write a flame graph (SVG) of one rank of RUN over the next DURATION.
 
     DURATION is 10s, 2m and the like; the default is 10s. The rank trains on. A rank of another node
     is profiled by that node's agent. The rank's node needs py-spy: pip install 'elaunch[stacks]'.
     RUN is a run id of this machine, the beginning of one, or a run directory; without it, the
-    newest run.
+    newest run. With --rdzv-backend and --rdzv-endpoint: a job in a store, from any machine that
+    reaches it and the nodes.
     """
     from elaunch.agent.hangs import stacks
     from elaunch.runs import directory, statedir
@@ -85,28 +96,26 @@ def profile(
     if run and not duration and _DURATION.fullmatch(run) and not run.isdigit():
         run, duration = None, run
     seconds = _seconds(duration or "10s")
-    found = directory.named(run, os.environ)
-    name, record = directory.run_id_of(found), found.read_state()
-    pids = {one["rank"]: one["pid"] for one in record["workers"] if one["state"] == "RUNNING"}
-    if not directory.is_live(found) or not pids:
-        raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
-    pid = pids.get(rank)
-    if pid is None and rank >= (record["world_size"] or 0):
-        raise UsageError(
-            f"--rank {rank} of run {name} does not run on this node; here: {text.ranks(pids)}; "
-            "name one of these, or one of another node"
-        )
-    path = output or Path(f"profile-{statedir.file_name(name)}-rank{rank}.svg")
-    place = path.absolute().parent
-    if not os.access(place, os.W_OK):
-        raise UsageError(f"--output {path}: {place} cannot be written; name a file elsewhere")
-    try:
-        if pid is not None and record["agent"]["host"] == os.uname().nodename:
-            problem = stacks.record(pid, seconds, path, native)
+    line = places.given(place, run)
+    with ExitStack() as stack:
+        found: RunDir | JobStore
+        if line:
+            found, pid = places.agents(line, stack), None
+            name = found.name
         else:
-            pid, problem = profile_of(found, rank, seconds, path, native)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+            found = directory.named(run, os.environ)
+            name, pid = _on_this_machine(found, rank)
+        path = output or Path(f"profile-{statedir.file_name(name)}-rank{rank}.svg")
+        where = path.absolute().parent
+        if not os.access(where, os.W_OK):
+            raise UsageError(f"--output {path}: {where} cannot be written; name a file elsewhere")
+        try:
+            if pid is not None:
+                problem = stacks.record(pid, seconds, path, native)
+            else:
+                pid, problem = profile_of(found, rank, seconds, path, native)
+        except KeyboardInterrupt:
+            return INTERRUPTED
     if problem == stacks.NO_PY_SPY:
         raise UsageError(problem)
     if problem:
@@ -114,6 +123,23 @@ def profile(
         return SILENT
     click.echo(f"{path}: {seconds} s of pid {pid}")
     return 0
+
+
+def _on_this_machine(run: RunDir, rank: int) -> tuple[str, int | None]:
+    """Return the run's id, and the rank's pid if it is here; UsageError if it is nowhere."""
+    from elaunch.runs import directory
+
+    name, record = directory.run_id_of(run), run.read_state()
+    pids = {one["rank"]: one["pid"] for one in record["workers"] if one["state"] == "RUNNING"}
+    if not directory.is_live(run) or not pids:
+        raise UsageError(f"RUN {name} does not run: `elaunch status {name}` tells how it ended")
+    pid = pids.get(rank)
+    if pid is None and rank >= (record["world_size"] or 0):
+        raise UsageError(
+            f"--rank {rank} of run {name} does not run on this node; here: {text.ranks(pids)}; "
+            "name one of these, or one of another node"
+        )
+    return name, pid if record["agent"]["host"] == os.uname().nodename else None
 
 
 def _seconds(raw: str) -> int:
