@@ -56,7 +56,7 @@ def install(
     received, written = os.pipe()
     os.set_blocking(written, False)
 
-    taken: dict[signal.Signals | None, float] = {}
+    taken: dict[signal.Signals | None, tuple[float, signal.Signals]] = {}
     deciding = threading.Lock()  # two threads take signals
 
     def take(number: int, sender: str) -> None:
@@ -64,10 +64,11 @@ def install(
         request = None if signum in ending else signum
         with deciding:
             now = time.monotonic()
-            again = now - taken.get(request, -math.inf) < SAME_SIGNAL
+            at, first = taken.get(request, (-math.inf, signum))
+            again = now - at < SAME_SIGNAL
             if not again and (request is None or signum in ENDING):
-                taken[request] = now
-        if again and signum is signal.SIGINT and not sender:  # Ctrl-C was pressed twice
+                taken[request] = now, signum
+        if again and first == signum == signal.SIGINT and not sender:  # Ctrl-C was pressed twice
             what = "%s within %g s counts as one; press Ctrl-C again to kill the workers"
             log.warning(what, signum.name, SAME_SIGNAL)
         elif again:

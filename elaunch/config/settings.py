@@ -207,6 +207,12 @@ def _derived(answers: Answers, chosen: Command) -> dict[str, Any]:
     if not answers.is_set("sibling-grace"):
         grace = min(grace, answers["shutdown-timeout"])
     low, high = answers["nnodes"]
+    if high > 1 and answers["wait-for-children"]:
+        # The others would begin a round, or a newcomer's, beside what a node still waits for.
+        raise UsageError(
+            "--wait-for-children: only for a job of one node; with several, let the process ignore "
+            "SIGTERM, and give it --sibling-grace"
+        )
     handle, forward = checks.signals(answers)
     return {
         "sibling_grace": grace,

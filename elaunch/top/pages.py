@@ -157,7 +157,7 @@ def _lines(text: str) -> list[Text]:
 
 def help_lines() -> list[Text]:
     """Return the help."""
-    return _lines(Path(__file__).with_name("help.txt").read_text())
+    return _lines(Path(__file__).with_name("help.txt").read_text(encoding="utf-8"))
 
 
 def header(reading: TopReading) -> Text:

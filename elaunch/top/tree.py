@@ -1,4 +1,4 @@
-"""JobDocument, nodes and ranks as rows, the worst first.
+"""A job, its nodes and its ranks as rows, the worst first.
 
 Rows are made for what is open only: of a closed node its ranks are counted.
 """

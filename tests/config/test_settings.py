@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.config import StreamMap
+from elaunch.errors import UsageError
 from tests.config.resolving import Job
 
 
@@ -57,6 +58,14 @@ def test_the_defaults(job: Job) -> None:
 def test_siblings_have_no_more_time_than_a_shutdown(job: Job, flags: str, grace: float) -> None:
     """Unless the user says so."""
     assert job.settings(f"{flags} train.py").sibling_grace == grace
+
+
+def test_only_a_job_of_one_node_waits_for_children(job: Job) -> None:
+    """Other nodes could begin a round beside them."""
+    flags = "--wait-for-children=10m --rdzv-backend=etcd --rdzv-endpoint=e1 --rdzv-id=j"
+    assert job.settings(f"{flags} --nnodes=1 train.py").wait_for_children == 600.0
+    with pytest.raises(UsageError, match="--wait-for-children: only for a job of one node"):
+        job.settings(f"{flags} --nnodes=1:2 train.py")
 
 
 def test_the_command_line_wins_over_variables_and_these_over_the_file(job: Job) -> None:

@@ -303,7 +303,8 @@ def _table(report: FailureReport) -> str:
     longest = max(len(line) for block in blocks.values() for line in block.split("\n"))
     title = f"{report.name} FAILED"
     width = min(max(longest, len(title)), MAX_RULE)
-    root = blocks.pop(report.cause.exit.rank)
+    # A cause that ended with 0 afterwards has no row.
+    root = blocks.pop(report.cause.exit.rank, None) or blocks.pop(report.first.exit.rank)
     parts = [
         HEADING,
         "=" * width,

@@ -34,8 +34,11 @@ _SPIED_THREAD: Final = re.compile(r"Thread (?:0x)?[0-9A-Fa-f]+ \(.*\)(?:: \"(?P<
 _SPIED_FRAME: Final = re.compile(r"    (?P<name>\S.*) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
 _SPIED_VALUE: Final = re.compile(r"            (?P<value>\S.*)$")
 _OWN_THREADS: Final = tuple(
-    f"/elaunch/{folder}/"
-    for folder in ("checkpoint", "rendezvous", "server", "store", "training", "wire")
+    f"/elaunch/{place}"
+    for place in (
+        "atonce.py",
+        *("checkpoint/", "rendezvous/", "server/", "store/", "training/", "wire/"),
+    )
 )
 _NATIVE: Final = "<no Python frame>"
 _WAITS: Final = ("/selectors.py", "/threading.py", "/socket.py")

@@ -310,8 +310,8 @@ class HangWatch:
     def _report_ended(self, places: Mapping[int, RankPlace]) -> None:
         """Report workers that have ended long ago, where the server does not: it may be frozen.
 
-        One that is stopped is had go on (elaunch.agent.workers.server). Looks are counted: time in
-        which the agent is suspended, too, does not count.
+        The agent continues a server that is stopped (elaunch.agent.workers.server). Looks are
+        counted: time in which the agent is suspended, too, does not count.
         """
         begun, server, workers = self._begun, self._group.server.pid, self._progress.workers()
         shown = {rank for rank, one in places.items() if not (one.problem or one.leaving)}

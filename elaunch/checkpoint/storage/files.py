@@ -118,7 +118,10 @@ def lacks_inodes(place: Path | str) -> bool:
     if isinstance(place, str):
         return False
     root = place.absolute()
-    room = os.statvfs(next(at for at in (root, *root.parents) if at.exists()))
+    try:
+        room = os.statvfs(next(at for at in (root, *root.parents) if at.exists()))
+    except OSError:  # it does not say how full it is; the error that led here is what counts
+        return False
     scarcer = room.f_favail * room.f_blocks < room.f_bavail * room.f_files
     return scarcer and room.f_favail < _FEW_INODES
 

@@ -17,7 +17,7 @@ from elaunch.rendezvous.plan import NodeStatus, Plan, PlanCheckpoint
 OnJoin = Literal["graceful", "now", "never"]
 
 FENCE = 5 / 6
-"""Part of ``heartbeat_timeout`` after which an agent's workers are stopped, if not renewed."""
+"""Part of ``heartbeat_timeout`` after which an agent's workers are killed, if not renewed."""
 HOSTED = 3
 """The fence moves by ``heartbeat_timeout`` / HOSTED where nothing listens at a TCPStore's port."""
 
