@@ -217,6 +217,7 @@ class LineWriter:
     Attributes:
         withheld: the traceback and what followed it.
         waits: the worker's round has failed: what is withheld has no deadline.
+        drops: what was withheld is dropped, and so is what follows it.
     """
 
     def __init__(
@@ -232,6 +233,7 @@ class LineWriter:
         self.worker = worker
         self.withheld = bytearray()
         self.waits = False
+        self.drops = False
         self.bar = False
         self.cut = False
         self._prefix = prefix
@@ -250,7 +252,7 @@ class LineWriter:
             data: bytes as read.
             now: monotonic clock, seconds.
         """
-        if self.console.gone:
+        if self.console.gone or self.drops:
             self._held.clear()
             self.withheld.clear()
             return

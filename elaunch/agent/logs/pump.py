@@ -337,6 +337,7 @@ class LogPump:
                 continue
             if drops and stream.file is not None and stream.file.is_whole:
                 writer.withheld.clear()
+                writer.drops = True
                 dropped.add(stream.rank)
             else:
                 writer.show_held()

@@ -640,3 +640,28 @@ def test_a_terminal_takes_megabytes(tmp_path: Path) -> None:
     assert written(tmp_path, 0) == (b"a" * 20_000 + b"\n") * 20
     lines = terminal.screen.data.split(b"\r\n")
     assert sorted(lines) == [b""] + [b"a" * 20_000] * 20 + [b"b" * 20_000] * 20
+
+
+def test_the_rest_of_a_traceback_that_was_dropped_is_not_shown(
+    rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """A worker may end in the middle of it; the file has all."""
+    code = f"""
+sys.stderr.write("Traceback (most recent call last):\\n  RuntimeError: [pair.c")
+sys.stderr.flush()
+while not os.path.exists({str(tmp_path / "go")!r}):
+    time.sleep(0.01)
+sys.stderr.write("c:553] Connection closed by peer\\n")
+"""
+    one = rig(withholds=True)
+    one.start({0: code})
+    eventually(lambda: written(tmp_path, 0, "stderr").endswith(b"pair.c"))
+    one.pump.withhold()
+    one.pump.settle(0, drops=True, run="job")
+    one.err.wait_for(b"Tracebacks of rank 10: elaunch logs job --round 0")
+    (tmp_path / "go").touch()
+    one.wait()
+    assert one.pump.finish_round(SECONDS)
+    one.close()
+    assert b"553" not in one.err.data
+    assert written(tmp_path, 0, "stderr").endswith(b"Connection closed by peer\n")
