@@ -124,12 +124,17 @@ class ForkedCall:
         self.file, write_end = os.pipe()
         parent = os.getpid()
         self._pid = -1
+        collects = gc.isenabled()
+        gc.disable()  # a fork begins with Python code (os.register_at_fork)
         with contextlib.suppress(OSError):  # at a limit on processes, which is no answer
             self._pid = os.fork()
         if self._pid == 0:
+            gc.freeze()  # the parent's garbage may end threads of the parent's: a TCPStore does
+        if collects:
+            gc.enable()
+        if self._pid == 0:
             try:
                 die_with_parent(parent)
-                gc.freeze()  # the parent's garbage may end threads of the parent's: a TCPStore does
                 os.write(write_end, json.dumps(call()).encode())
             finally:
                 os._exit(0)

@@ -655,7 +655,8 @@ sys.stderr.write("c:553] Connection closed by peer\\n")
 """
     one = rig(withholds=True)
     one.start({0: code})
-    eventually(lambda: written(tmp_path, 0, "stderr").endswith(b"pair.c"))
+    file = tmp_path / "attempt_0" / "0" / "stderr.log"
+    eventually(lambda: file.exists() and file.read_bytes().endswith(b"pair.c"))
     one.pump.withhold()
     one.pump.settle(0, drops=True, run="job")
     one.err.wait_for(b"Tracebacks of rank 10: elaunch logs job --round 0")
