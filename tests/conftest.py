@@ -64,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Fork the session's worker processes, and what they start, from one that has torch."""
     warm.fork_workers(specs, clean_environment(Path()))
+    threading.Thread(target=sessions.fill_files_of_hypothesis).start()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -77,6 +78,22 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     if "PYTEST_XDIST_WORKER" in os.environ and isinstance(collector, pytest.Directory):
         random.Random(os.environ["PYTEST_XDIST_WORKER"]).shuffle(report.result)
     return report
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: Any) -> list[pytest.Item] | None:
+    """Make nothing of a trial that would be left out: that is a third of a collection."""
+    if not sessions.leaves_trials_out(collector.config.option.markexpr):
+        return None
+    marks = [*collector.iter_markers("trial"), *getattr(obj, "pytestmark", [])]
+    return [] if any(getattr(mark, "name", "") == "trial" for mark in marks) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """See there; parameters that are no trials keep their names."""
+    if sessions.leaves_trials_out(metafunc.config.option.markexpr):
+        calls = [call for call in metafunc._calls if all(m.name != "trial" for m in call.marks)]
+        metafunc._calls = calls or metafunc._calls
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

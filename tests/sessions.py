@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
+
+import elaunch
 
 OF_PYTHON: Final = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 """Python itself ignores these, and gives what ``subprocess`` starts their defaults."""
@@ -37,6 +43,27 @@ def let_loggers_propagate() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+def leaves_trials_out(chosen: str) -> bool:
+    """Whether the option -m is words such as ``not trial and not gpu``."""
+    return re.fullmatch(r"(not \w+ and )*not trial( and not \w+)*", chosen) is not None
+
+
+def fill_files_of_hypothesis() -> None:
+    """Have hypothesis write down which characters there are, and elaunch's constants.
+
+    In a fresh clone each process would work that out: six seconds of CPU.
+    """
+    with suppress(ImportError):
+        from hypothesis.internal.charmap import intervals_from_codec
+        from hypothesis.internal.constants_ast import constants_from_module
+
+        intervals_from_codec("utf-8")
+        for path in Path(elaunch.__file__).parent.rglob("*.py"):
+            module = ModuleType(path.stem)
+            module.__file__ = str(path)
+            constants_from_module(module)
 
 
 def send_less(config: pytest.Config) -> None:

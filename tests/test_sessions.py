@@ -54,6 +54,22 @@ def test_so_have_they_under_nohup(tmp_path: Path, processes: list[str]) -> None:
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("chosen", "left_out"),
+    [
+        ("not trial and not gpu", True),
+        ("not slow and not ranks and not trial", True),
+        ("", False),
+        ("trial or hypothesis", False),
+        ("not trial or gpu", False),
+        ("not (trial and slow)", False),
+    ],
+)
+def test_trials_are_collected_unless_all_are_left_out(chosen: str, left_out: bool) -> None:
+    """What pytest would still choose by its option -m is there."""
+    assert sessions.leaves_trials_out(chosen) == left_out
+
+
 def test_what_is_logged_below_a_logger_that_did_not_propagate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
