@@ -34,6 +34,12 @@ DEADLINE: Final = 150.0
 TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 """Without the flag all jobs of torch up to 2.10 on one node have one port."""
 
+NO_KILL: Final = ("setpriv", "--bounding-set=-kill", "--inh-caps=-kill")
+"""Words before a command of root that may not signal other users' processes.
+
+A command that is forked gives that right up by itself.
+"""
+
 MARKER = "TEST_RUN_MARKER"
 """Name of the variable that every process of a test's runs carries."""
 
@@ -311,14 +317,15 @@ class Launcher:
     ) -> Running:
         """Start any command (torchrun, nohup elaunch …) under the same rules, here or on a machine.
 
-        A program of this very Python is forked as ``elaunch run`` is; it alone can be put into
-        ``spaces``, paths of namespaces.
+        A program of this very Python, also after ``NO_KILL``, is forked as ``elaunch run`` is; it
+        alone can be put into ``spaces``, paths of namespaces.
         """
-        words = [os.fspath(word) for word in argv]
+        argv = [os.fspath(word) for word in argv]
         everything = self.env | dict(env or {})
+        words = argv[len(NO_KILL) :] if (*argv[: len(NO_KILL)],) == NO_KILL else argv
         plain = words[0] == sys.executable and (words[1] in ("-m", "-c") or words[1][:1] != "-")
         where = cwd or self.directory
-        return self._begin(words, everything, where, machine, may_fork=plain, spaces=spaces)
+        return self._begin(argv, everything, where, machine, may_fork=plain, spaces=spaces)
 
     def _begin(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import launching
-from tests.launching import MARKER, Launcher
+from tests import launching, programs
+from tests.launching import MARKER, NO_KILL, Launcher
 
 LEAVER = """
 import os, subprocess, sys
@@ -54,3 +55,17 @@ def test_the_environment_is_clean_and_marked(
     env = Launcher(tmp_path).env
     assert not {"PET_NNODES", "ELAUNCH_ROUND", "OMP_NUM_THREADS"} & set(env)
     assert env[MARKER] and env["XDG_STATE_HOME"].startswith(str(tmp_path))
+
+
+def test_a_fork_gives_up_the_same_rights_as_an_executed_command(tmp_path: Path) -> None:
+    """Root's right to signal others' processes, for good: a setuid program has it no more."""
+    programs.needed("setpriv")
+    programs.allowed("only root has rights to give up" if os.getuid() else None)
+    code = "print(*[line for line in open('/proc/self/status') if line[:3] == 'Cap'])"
+    said = []
+    for forks in (True, False):
+        launcher = Launcher(tmp_path, forks=forks)
+        said.append(launcher.start_command([*NO_KILL, sys.executable, "-c", code]).wait().stdout)
+        launcher.close()
+    assert said[0] == said[1]
+    assert not any(int(line.split()[1], 16) & 1 << 5 for line in said[0].splitlines() if line)

@@ -53,6 +53,7 @@ from elaunch.server import loop
 
 _LARGEST: Final = 1 << 20
 _SUBREAPER, _GET_SUBREAPER = 36, 37
+_DROP, _CAP_KILL, _CAPABILITIES = 24, 5, 0x20080522
 _ARGUMENTS, _VARIABLES = 48, 50
 _HUGE, _COLLAPSE = 2 << 20, 25
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -133,6 +134,17 @@ def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     if _LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _drop_kill() -> None:
+    """Take CAP_KILL from this process, and so from all that it starts."""
+    _prctl(_DROP, _CAP_KILL)
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
+    failed = _LIBC.capget(header, sets)
+    for place in range(3):  # effective, permitted, inheritable
+        sets[place] &= ~(1 << _CAP_KILL)
+    if failed or _LIBC.capset(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _show(first: int, texts: Iterable[str]) -> None:
@@ -443,7 +455,9 @@ class WarmServer:
             if _LIBC.setns(space, 0) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
         os.chdir(request["cwd"])
-        argv = request["argv"]
+        argv = request["argv"][request["argv"].index(sys.executable) :]
+        if argv != request["argv"]:  # after the words of setpriv (NO_KILL in launching.py)
+            _drop_kill()
         if argv[1] == "-c":  # a program that starts no elaunch
             loop._close_all_but(-1)
         elif (seed := self._seed()) is None:

@@ -17,11 +17,10 @@ import pytest
 from tests import programs
 from tests.integration.jobs import FORK
 from tests.integration.watching import server_of
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import NO_KILL, Launcher, Running, wait_until
 
 pytestmark = pytest.mark.slow
 
-NO_KILL = ("setpriv", "--bounding-set", "-kill", "--inh-caps", "-kill")
 USER = pwd.getpwnam("nobody")
 BRIEF = ("--shutdown-timeout", "3")
 """What may not be signalled takes all of that."""
@@ -57,7 +56,7 @@ def is_named(pid: int, text: str) -> bool:
     return f"process {pid} (sleep) is left: it belongs to {USER.pw_name}" in text
 
 
-@pytest.mark.parametrize("becomes", ["child", "daemon"])
+@pytest.mark.parametrize("becomes", [pytest.param("child", marks=pytest.mark.trial), "daemon"])
 def test_a_restart_goes_on(elaunch: Launcher, place: Path, becomes: str) -> None:
     """The failure is answered by a restart at once, and the process is named."""
     running = start(elaunch, place, becomes, "fails", flags=("--max-restarts", "1"))

@@ -22,7 +22,7 @@ import psutil
 from elaunch.checkpoint.storage.storage import open_storage
 from tests import programs
 from tests.cluster import Cluster
-from tests.launching import Launcher, Running, wait_until
+from tests.launching import NO_KILL, Launcher, Running, wait_until
 
 WORKER = Path(__file__).with_name("worker.py")
 HELD_UP = Path(__file__).parents[1] / "integration" / "jobs" / "slowagent.py"
@@ -143,11 +143,9 @@ class AForeignChild(Nothing):
     def prepare(self, job: Job) -> None:
         """Root without CAP_KILL may signal its own processes, and no others, as any user."""
         programs.needed("setpriv")
-        job.prefix = ["setpriv", "--bounding-set=-kill", "--inh-caps=-kill"]
+        job.prefix = [*NO_KILL]
         job.words.append("foreign")
         job.flags.append("--shutdown-timeout=8")  # nothing ends that child any earlier
-        # Nothing here is forked from the tests' process: what a save imports is imported once.
-        job.flags.append("--preload=torch,torch.distributed.checkpoint")
 
     def set_in(self, job: Job) -> None:
         """See Nothing."""
