@@ -106,14 +106,27 @@ EVENTS: Final = {
 # A node that is lost takes the blame for a failure in the same round: others often fail with it.
 EXCEPTIONS: Final = {("used-up", "frozen"): replace(EVENTS["used-up"], code=0, goes_on=True)}
 
-TWICE_UNDER: Final = ("frozen", "held")
-"""Where the same signal again might cut something short; the other pairs of it are trials."""
+USUAL: Final = {
+    "foreign": "signal failure",
+    "threads": "failure preempt",
+    "logs": "signal used-up",
+    "state": "failure preempt",
+    "full": "signal failure",
+    "flood": "signal failure",
+    "held": "twice loss preempt used-up",
+    "frozen": "twice loss failure used-up",
+    "ports": "signal loss",
+}
+"""Under each condition what asks for an end and what forces one; the other pairs are trials.
+
+A save that is held and a peer that stands still are where most can go wrong.
+"""
 
 PAIRS: Final = [
     pytest.param(
         event,
         condition,
-        marks=[pytest.mark.trial] if event == "twice" and condition not in TWICE_UNDER else [],
+        marks=[] if event in USUAL[condition].split() else [pytest.mark.trial],
     )
     for event in EVENTS
     for condition in CONDITIONS
