@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,17 +162,19 @@ torch.save({"weight": torch.zeros(1_000_000)}, sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.executed
 def test_a_full_disk_is_told_in_three_lines(elaunch: Launcher, tmp_path: Path) -> None:
     """Which one it is, and how much is free; torch's frames are in the log."""
     programs.needed("unshare", "mount")
     disk, script = tmp_path / "small", tmp_path / "save.py"
     disk.mkdir()
     script.write_text(FULL)
-    shell = f'mount -t tmpfs -o size=1m tmpfs {disk} && exec "$@"'
+    shell = f"mount -t tmpfs -o size=1m tmpfs {disk} && echo mounted && read end"
     argv = [sys.executable, "-m", "elaunch", "run", "--run-id=full", str(script), f"{disk}/x.pt"]
-    command = ["unshare", "--mount", "sh", "-c", shell, "sh", *argv]
-    done = elaunch.start_command(command).wait()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["unshare", "--mount", "sh", "-c", shell], **pipes) as mounts:
+        assert mounts.stdout is not None and mounts.stdout.readline() == b"mounted\n"
+        done = elaunch.start_command(argv, spaces=[f"/proc/{mounts.pid}/ns/mnt"]).wait()
+        mounts.communicate(b"\n", timeout=60)
     assert done.returncode == 1
     told = without_waits(done.stderr)
     assert f"no room is left in {disk} (" in told.replace("\n", " "), told

@@ -24,7 +24,7 @@ SLOW = "no_restart_left odd_results this_python in_a_thread logs scripts by_spaw
 Seen = dict[str, dict[str, Any]]
 
 
-def played(factory: pytest.TempPathFactory, cases: str, more: str = "") -> Seen:
+def played(factory: pytest.TempPathFactory, cases: str, more: str = "", **env: str) -> Seen:
     """Return what is seen under both launchers, by case; ``more`` cases under elaunch."""
     launcher = Launcher(factory.mktemp("played"), forks=True)
     try:
@@ -33,7 +33,9 @@ def played(factory: pytest.TempPathFactory, cases: str, more: str = "") -> Seen:
             file.parent.mkdir()
         wanted = {"torch": cases.split(), "elaunch": [*cases.split(), *more.split()]}
         running = {
-            name: launcher.start_command([sys.executable, PROGRAM, name, file, *wanted[name]])
+            name: launcher.start_command(
+                [sys.executable, PROGRAM, name, file, *wanted[name]], env=env
+            )
             for name, file in files.items()
         }
         ended = {name: process.wait(120.0) for name, process in running.items()}
@@ -47,8 +49,11 @@ def played(factory: pytest.TempPathFactory, cases: str, more: str = "") -> Seen:
 
 
 def test_a_program_sees_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Results by rank, failures, restarts, signals, programs; a few are known by hand."""
-    both = played(tmp_path_factory, QUICK, ELAUNCH_ONLY)
+    """Results by rank, failures, restarts, signals, programs; a few are known by hand.
+
+    No function here uses torch, which each launch would import.
+    """
+    both = played(tmp_path_factory, QUICK, ELAUNCH_ONLY, ELAUNCH_PRELOAD="none")
     seen = both["elaunch"]
     interrupted = seen.pop(ELAUNCH_ONLY)
     assert seen == both["torch"]
