@@ -25,10 +25,10 @@ SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
 # The name holds a digest of all that decides what is installed, and of the place, which the
 # environment's own scripts contain: nothing is installed again until one of these changes.
 STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
-# Most of the time a test of processes waits for one of them, so there are more than cores.
+# Most of the time a test of processes waits for one of them: six for each of two cores.
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 # No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 7 --dist worksteal
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 12 --dist worksteal
 
 .PHONY: demo test trials gpu lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
 
@@ -53,7 +53,7 @@ test: $(STAMP)
 
 trials: $(STAMP)
 	scripts/setup-system.sh --trials
-	$(PYTEST) --strict-machine --hypothesis-profile=trials -m "trial or hypothesis"
+	$(PYTEST) -n 7 --strict-machine --hypothesis-profile=trials -m "trial or hypothesis"
 
 gpu: $(STAMP)
 	$(PYTEST) -n 2 -m gpu
