@@ -155,7 +155,7 @@ def test_close_writes_all_and_joins_the_thread(writer: Writer, directory: Path) 
     put(writer, *range(10_000))
     began = time.monotonic()
     writer.close(30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25  # of the 30 that it may take
     assert steps(directory) == list(range(10_000))
     assert threading.active_count() == threads
     writer.close(30)
