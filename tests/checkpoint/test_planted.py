@@ -43,7 +43,13 @@ def content(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (layout.STAGE, layout.LOCK) else pytest.mark.trial)
+        for name in NAMES
+    ],
+)
 def test_a_job_does_not_begin(name: str, victim: Path, tmp_path: Path) -> None:
     """With 2, before any worker has started; the error names the link."""
     place, before = tmp_path / "ck", content(victim)

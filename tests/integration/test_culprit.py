@@ -23,7 +23,11 @@ def failure(elaunch: Launcher) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("preload", [(), ("--preload=none",)], ids=["torch", "none"])
+@pytest.mark.parametrize(
+    "preload",
+    [(), pytest.param(("--preload=none",), marks=pytest.mark.trial)],
+    ids=["torch", "none"],
+)
 def test_the_rank_that_the_others_wait_for_is_named(
     elaunch: Launcher, preload: tuple[str, ...]
 ) -> None:
@@ -43,7 +47,7 @@ def test_the_rank_that_the_others_wait_for_is_named(
     assert not list(elaunch.state.glob("elaunch/runs/*/recorder-*"))
 
 
-@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("begins", [pytest.param(0, marks=pytest.mark.trial), 1])
 def test_a_rank_that_does_not_come_to_init_process_group(elaunch: Launcher, begins: int) -> None:
     """Neither in the first round nor after a restart has any rank entered a collective yet."""
     flags = ["--nproc-per-node=3", "--hang-timeout=0.5", "-r", "3", f"--max-restarts={begins}"]
@@ -57,7 +61,11 @@ def test_a_rank_that_does_not_come_to_init_process_group(elaunch: Launcher, begi
     assert found["culprit"].startswith(said)
 
 
-@pytest.mark.parametrize("flags", [(), ("--hang-timeout=auto",)], ids=["unwatched", "auto"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), pytest.param(("--hang-timeout=auto",), marks=pytest.mark.trial)],
+    ids=["unwatched", "auto"],
+)
 def test_a_person_sees_for_which_rank_the_others_wait(
     elaunch: Launcher, flags: tuple[str, ...]
 ) -> None:

@@ -69,7 +69,7 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [True, False])
+@pytest.mark.parametrize("bug", [True, pytest.param(False, marks=pytest.mark.trial)])
 def test_metrics_that_cannot_be_written_end_no_script(tmp_path: Path, bug: bool) -> None:
     """It ends as it would without them; one line has how many were lost."""
     done = run(NO_METRICS.replace("BUG", str(bug)), tmp_path)

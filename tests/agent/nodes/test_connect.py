@@ -32,7 +32,9 @@ def test_a_checkpoint_is_at_or_below_the_nodes_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", sorted(NOBODY))
+@pytest.mark.parametrize(
+    "backend", ["c10d", "etcd", pytest.param("static", marks=pytest.mark.trial)]
+)
 def test_nobody_is_waited_for_as_long_as_was_said(
     elaunch: Launcher, tmp_path: Path, backend: str
 ) -> None:
@@ -44,4 +46,4 @@ def test_nobody_is_waited_for_as_long_as_was_said(
     assert done.returncode == 69
     waited = re.search(r"FAILED after ([\d.]+) s,.* cannot join: ", done.stderr)
     assert waited is not None, done.stderr
-    assert 6.9 <= float(waited[1]) < 9.0
+    assert 6.9 <= float(waited[1]) < 12.0

@@ -158,7 +158,7 @@ def saved_for_another(ctx: Any, how: str) -> Any:
     ("how", "times"),
     [
         ("load", 1),
-        ("load by its uuid", 1),
+        pytest.param("load by its uuid", 1, marks=pytest.mark.trial),
         ("restore_path", 1),
         ("load_ddp", 3),  # the node's copy, and that by each of its ranks
     ],
