@@ -212,14 +212,6 @@ def plan_meet(state: State, event: events.PlanSeen) -> Decision:
     return at_rest(state, "")
 
 
-def plan_sweep(state: State, event: events.PlanSeen) -> Decision:
-    """Wait no longer for what the workers left; what else follows, when nothing of it is left."""
-    ends = event.plan.asked or is_decided(state)
-    if not (state.waits and state.interrupted is None and ends):
-        return NOTHING
-    return Hurry(0.0), event.plan.asked or event.plan.reason
-
-
 def plan_run(state: State, event: events.PlanSeen) -> Decision:
     """End this node's part of a round that ends, or that goes on without it."""
     plan, others = event.plan, workers(len(state.alive))

@@ -29,7 +29,6 @@ from elaunch.agent.policy.nodes import (
     plan_meet,
     plan_run,
     plan_start,
-    plan_sweep,
     rejoined,
 )
 from elaunch.agent.policy.requests import (
@@ -127,7 +126,7 @@ TABLE: Final[Mapping[object, tuple[Cell, ...]]] = {
     on.RanksAsked:       (shown,       shown,      shown,      shown,      shown,      shown),
     # the coordinator, the other nodes, the store
     on.CheckpointChosen: (other,       other,      other,      other,      other,      other),
-    on.PlanSeen:         (plan_start,  plan_meet,  plan_run,   later,      plan_sweep, later),
+    on.PlanSeen:         (plan_start,  plan_meet,  plan_run,   later,      later,      later),
     on.StillWaiting:     (past,        logged,     past,       past,       past,       past),
     on.CutOff:           (cut_rest,    cut_rest,   cut_run,    cut_run,    cut_rest,   cut_rest),
     on.Rejoined:         (rejoined,    rejoined,   rejoined,   rejoined,   rejoined,   rejoined),

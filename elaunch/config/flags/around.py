@@ -57,7 +57,7 @@ STOP = (
         SECONDS,
         "0",
         "Seconds to wait for processes that the workers have left, when all ended with 0; then "
-        "they are ended.",
+        "they are ended. Only for a job of one node.",
     ),
     own(
         "preempt-signals",

@@ -269,21 +269,6 @@ def test_the_decision_table(name: str) -> None:
     assert last(TWO, *history) == Decided(action, reason)
 
 
-@pytest.mark.parametrize(
-    ("plan", "reason"),
-    [
-        (ENDING, "rank 0 exited with code 3"),
-        (structs.replace(FIRST, asked="spot"), "spot"),
-        (FIRST, None),
-    ],
-)
-def test_a_plan_while_what_the_workers_left_is_waited_for(plan: Plan, reason: str | None) -> None:
-    """It goes on while the other nodes work, and no longer."""
-    limits = structs.replace(TWO, wait_for_children=60.0)
-    expected = Decided(Nothing(), "") if reason is None else Decided(Hurry(0.0), reason)
-    assert last(limits, *GOOD, seen(plan)) == expected
-
-
 OWN: dict[str, tuple[tuple[events.Event, ...], tuple[str, int]]] = {
     "before the imports": ((), ("joining", -1)),
     "ready": ((READY,), ("ready", -1)),
