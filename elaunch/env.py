@@ -50,7 +50,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 STATE_HOME = "XDG_STATE_HOME"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
@@ -65,6 +65,8 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 NCCL_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 TEMP_PREFIX = "elaunch-"
 """How the name of a run's own TMPDIR begins."""
+SCRATCH: Final = "scratch-"
+"""Kind of a temporary directory that has only what elaunch itself has put there."""
 CACHE_PREFIX = "torchinductor_"
 """How the name of TorchInductor's cache begins, and that of the link to it in that TMPDIR."""
 AGENT_SOCKET = "ELAUNCH_AGENT_SOCKET"

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from elaunch import env
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Of processor time and of the time since boot, in a second."""
@@ -189,6 +192,25 @@ def process_name(pid: int) -> str:
     """Return what distinguishes a process from all others here; empty where it is not seen."""
     process = read_process(pid)
     return "" if process is None else f"{pid}.{process.start}"
+
+
+def own_prefix(kind: str = "") -> str:
+    """Return how the name of a temporary directory of this process begins; see env.SCRATCH.
+
+    The next run of this user clears those whose processes are gone
+    (elaunch.agent.workers.tempdir.remove_abandoned).
+    """
+    return f"{env.TEMP_PREFIX}{mark(os.getpid())}-{kind}"
+
+
+def mark(pid: int) -> str:
+    """Return what tells a process from all others of this machine, also of other containers."""
+    return f"{namespace_number()}.{process_name(pid)}"
+
+
+def namespace_number() -> str:
+    """Return the number of the namespace in which the pids of this process are pids."""
+    return re.sub(r"\D", "", pid_namespace())
 
 
 def create_time(process: Process) -> float:

@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher import api
 
-from elaunch.agent.workers.tempdir import CALL, own_prefix
+from elaunch.env import SCRATCH
+from elaunch.proc import own_prefix
 from elaunch.torchrun.agentprocess import check, run_agent
 from elaunch.torchrun.calls import run_function
 
@@ -136,7 +137,7 @@ def launch_agent(
         )
     elif isinstance(entrypoint, str):
         name, words = _program(entrypoint, [str(arg) for arg in args])
-        with tempfile.TemporaryDirectory(prefix=own_prefix(CALL)) as place:
+        with tempfile.TemporaryDirectory(prefix=own_prefix(SCRATCH)) as place:
             ended = run_agent([*flags, *words], Path(place), handled)
         workers = [] if ended.record is None else ended.record["workers"]
         results = {worker["rank"]: None for worker in workers}

@@ -26,13 +26,13 @@ from multiprocessing import context, reduction, spawn
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, cast
 
-from elaunch.agent.workers.tempdir import CALL, own_prefix
 from elaunch.config.command import CALLER
 from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import did_you_mean, signals
-from elaunch.env import HANDLED_SIGNALS
+from elaunch.env import HANDLED_SIGNALS, SCRATCH
 from elaunch.errorrecord import record
 from elaunch.errors import UsageError
+from elaunch.proc import own_prefix
 from elaunch.server import loop
 from elaunch.torchrun import worker
 from elaunch.torchrun.agentprocess import Ended, check, run_agent
@@ -67,7 +67,7 @@ def run_function(
         handled: signals to forward to the job.
     """
     call = call_of(function, args, start_method)
-    with tempfile.TemporaryDirectory(prefix=own_prefix(CALL)) as directory:
+    with tempfile.TemporaryDirectory(prefix=own_prefix(SCRATCH)) as directory:
         place = Path(directory)
         method = [f"--start-method={'spawn' if start_method == 'spawn' else 'forkserver'}"]
         serve = None

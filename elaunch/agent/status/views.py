@@ -271,7 +271,7 @@ class NodeViews:
         pid = self._hangs.pid(rank)
         if not pid:
             return {"error": f"rank {rank} does not run on {os.uname().nodename}"}
-        with tempfile.TemporaryDirectory(prefix="elaunch-") as place:
+        with tempfile.TemporaryDirectory(prefix=proc.own_prefix(env.SCRATCH)) as place:
             path = Path(place, "profile.svg")
             problem = stacks.record(pid, seconds, path, native)
             if not problem and path.stat().st_size > MOST_SVG:

@@ -8,8 +8,8 @@ made for its workers is no decision: a job that a worker starts gets a directory
 
 At the end the directory goes, with what is empty or a socket in it. Files that the workers left are
 kept and pointed out. The next run does that for an agent that was killed with its server, and
-removes what a killed ``elaunch.run()`` has left (:func:`remove_abandoned`): the directory's name
-says whose it is.
+removes what a killed ``elaunch.run()``, or a killed save to a URL, has left
+(:func:`remove_abandoned`): the directory's name says whose it is.
 
 TorchInductor's cache is meant to outlive a job, and stays where it is without elaunch. A variable
 names it, and a link in the run's directory leads to it: TorchInductor looks for its precompiled
@@ -39,8 +39,6 @@ from elaunch import env, proc
 
 NAMES = ("TMPDIR", "TEMP", "TMP")
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-CALL: Final = "call-"
-"""Kind of a directory that has only what elaunch.run() or elastic_launch() has put there."""
 TORCHS_STACKS: Final = "torch-dump_traceback"
 """How the file begins into which torch writes the stacks that it is asked for, and which it leaves
 where the worker ends meanwhile."""
@@ -59,7 +57,7 @@ class RunTemp:
         if choice == "shared" or any(_is_decision(environ.get(name, "")) for name in NAMES):
             return
         shared = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix=own_prefix())
+        self.path = tempfile.mkdtemp(prefix=proc.own_prefix())
         self.variables = {"TMPDIR": self.path}
         cache = _own_cache(os.path.join(shared, f"{env.CACHE_PREFIX}{_user()}"))
         if cache is None:
@@ -75,42 +73,34 @@ class RunTemp:
             return None
         if self._link is not None:
             _remove_link(self._link)
+        remove_abandoned(self.path)
         _clear(self.path)
         return self.path if os.path.isdir(self.path) else None
 
 
-def remove_abandoned() -> None:
-    """Clear the directories of this user's runs whose agents were killed, as ``close`` would."""
+def remove_abandoned(place: str | None = None) -> None:
+    """Clear this user's directories in ``place``, or where it has them, whose processes are gone.
+
+    A run's is cleared as ``close`` would.
+    """
     user, link = os.getuid(), f"{env.CACHE_PREFIX}{_user()}"
-    mark = re.compile(rf"{re.escape(env.TEMP_PREFIX)}(\d+\.(\d+)\.\d+)-")
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+    named = re.compile(rf"{re.escape(env.TEMP_PREFIX)}(\d+\.(\d+)\.\d+)-")
+    with contextlib.suppress(OSError), os.scandir(place or tempfile.gettempdir()) as found:
         for one in found:
-            made = mark.match(one.name)
-            if made is None or made[1].partition(".")[0] != _namespace():
+            made = named.match(one.name)
+            if made is None or made[1].partition(".")[0] != proc.namespace_number():
                 continue  # what another container has made may be in use there
             is_ours = one.is_dir(follow_symlinks=False) and (
                 one.stat(follow_symlinks=False).st_uid == user
             )
-            if not is_ours or _mark(int(made[2])) == made[1]:
+            if not is_ours or proc.mark(int(made[2])) == made[1]:
                 continue
-            if one.name.startswith(CALL, made.end()):
+            if one.name.startswith(env.SCRATCH, made.end()):
                 shutil.rmtree(one.path, ignore_errors=True)
+                continue
+            remove_abandoned(one.path)
             _remove_link(os.path.join(one.path, link))
             _clear(one.path)
-
-
-def own_prefix(kind: str = "") -> str:
-    """Return how the name of a temporary directory of this process begins; ``kind``: "" or CALL."""
-    return f"{env.TEMP_PREFIX}{_mark(os.getpid())}-{kind}"
-
-
-def _mark(pid: int) -> str:
-    """Return what tells a process from all others of this machine, also later ones of its pid."""
-    return f"{_namespace()}.{proc.process_name(pid)}"
-
-
-def _namespace() -> str:
-    return re.sub(r"\D", "", proc.pid_namespace())
 
 
 def _clear(path: str) -> None:

@@ -58,7 +58,9 @@ from elaunch.checkpoint.storage import commit as committing
 from elaunch.checkpoint.storage.durable import list_files, sync_files
 from elaunch.checkpoint.storage.files import JSON_LIMIT, parse_json
 from elaunch.checkpoint.storage.objects import Objects, Ranges, name_in
+from elaunch.env import SCRATCH
 from elaunch.errors import CheckpointError, SaveError
+from elaunch.proc import own_prefix
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class ObjectStorage:
         """Return this process's local directory for the stage, or that of a rank in it."""
         self._refuse_other(stage)
         if stage.name not in self._local:
-            self._local[stage.name] = tempfile.TemporaryDirectory(prefix="elaunch-stage-")
+            self._local[stage.name] = tempfile.TemporaryDirectory(prefix=own_prefix(SCRATCH))
         path = Path(self._local[stage.name].name)
         if not path.is_dir():
             raise SaveError(f"{path} was removed while {stage.name} was written into it")
@@ -253,7 +255,7 @@ class ObjectStorage:
     def fetch(self, found: Committed) -> Iterator[Path]:
         """Give a local copy, verified as it is made, and delete it at the end."""
         name = name_in(found.place)
-        with tempfile.TemporaryDirectory(prefix="elaunch-checkpoint-") as folder:
+        with tempfile.TemporaryDirectory(prefix=own_prefix(SCRATCH)) as folder:
             path = Path(folder, found.name)
             path.mkdir()
             documents, files = self._checked(found)

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from elaunch.agent.workers.tempdir import (
-    CALL,
     RunTemp,
     compiler_caches,
-    own_prefix,
     remove_abandoned,
     remove_torn,
 )
+from elaunch.env import SCRATCH
+from elaunch.proc import own_prefix
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_files_are_kept(shared: Path) -> None:
     assert saved.read_text() == "weights" and not Path(temp.path, "empty").exists()
 
 
-IMPORT = "from elaunch.agent.workers import tempdir"
+IMPORTS = "import tempfile; from elaunch.env import SCRATCH; from elaunch.proc import own_prefix"
 MAKE = """
 import os, signal
 from elaunch.agent.workers.tempdir import RunTemp
@@ -104,20 +104,54 @@ def test_those_of_killed_agents_are_cleared(shared: Path) -> None:
 
 def test_what_a_killed_call_has_left_is_removed(shared: Path) -> None:
     """The pickled function and the results are nobody's any more."""
-    call = "tempfile.mkdtemp(prefix=tempdir.own_prefix(tempdir.CALL))"
+    call = "tempfile.mkdtemp(prefix=own_prefix(SCRATCH))"
     done = subprocess.run(
-        [sys.executable, "-c", f"import tempfile; {IMPORT}; print({call})"],
+        [sys.executable, "-c", f"{IMPORTS}; print({call})"],
         env=os.environ | {"TMPDIR": str(shared)},
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
         check=True,
     )
-    dead, living = Path(done.stdout.strip()), Path(tempfile.mkdtemp(prefix=own_prefix(CALL)))
+    dead, living = Path(done.stdout.strip()), Path(tempfile.mkdtemp(prefix=own_prefix(SCRATCH)))
     for path in (dead, living):
         (path / "call").write_bytes(b"pickled")
     remove_abandoned()
     assert (dead.exists(), living.exists()) == (False, True)
+
+
+SAVE = """
+import os, signal
+from elaunch.checkpoint.records import Stage
+from elaunch.checkpoint.storage.storage import open_storage
+storage = open_storage("memory://bucket/ck")
+path = storage.open_stage(Stage(4, 0, "a1"))
+(path / "model.pt").write_bytes(b"half")
+print(path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_a_killed_save_to_a_url_has_left_is_removed(shared: Path, private: bool) -> None:
+    """From the TMPDIR of the job's own at its end, else by the next job; not what lives."""
+    run = RunTemp("private", {})
+    assert run.path is not None
+    place = run.path if private else str(shared)
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE],
+        env=os.environ | {"TMPDIR": place},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    left = Path(done.stdout.strip())
+    assert left.is_dir() and left.parent == Path(place)
+    remove_abandoned()
+    assert left.is_dir() is private and Path(run.path).is_dir()
+    assert run.close() is None
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(
