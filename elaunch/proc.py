@@ -28,6 +28,7 @@ TICKS: Final = os.sysconf("SC_CLK_TCK")
 _LOCAL_KINDS: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
 """Kinds of file systems that answer at once."""
 _NO_ROOM: Final = 1 << 20
+_FEW_INODES: Final = 64
 
 
 class Process(NamedTuple):
@@ -353,19 +354,37 @@ def shm_free(path: str = "/dev/shm") -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def full_file_systems() -> dict[str, int]:
-    """Return the local file systems without room, by mount point, with the bytes free there."""
-    found, seen = {}, set()
-    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
+def lacks_inodes(place: Path) -> bool:
+    """Return whether a file system that was full lacks inodes, not bytes; some came free since."""
+    root = place.absolute()
+    try:
+        room = os.statvfs(next(at for at in (root, *root.parents) if at.exists()))
+    except OSError:  # it does not say how full it is; the error that led here is what counts
+        return False
+    scarcer = room.f_favail * room.f_blocks < room.f_bavail * room.f_files
+    return scarcer and room.f_favail < _FEW_INODES
+
+
+def full_file_systems(places: Iterable[str]) -> dict[str, str]:
+    """Return the local file systems of these paths that are full: where, and what is left there."""
+    mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines()
+    kinds: dict[str, str] = {}
+    for line in mounts:
         where, kind = line.split(" ")[1:3]
+        kinds[where] = kind
+    found = {}
+    for given in places:
         with suppress(OSError):
-            state = os.statvfs(where) if kind in _LOCAL_KINDS else None
-            if state is None or state.f_flag & os.ST_RDONLY or state.f_fsid in seen:
+            place = Path(os.path.realpath(given))
+            where = next((str(at) for at in (place, *place.parents) if str(at) in kinds), "")
+            state = os.statvfs(where) if kinds.get(where) in _LOCAL_KINDS else None
+            if state is None or state.f_flag & os.ST_RDONLY or not state.f_blocks:
                 continue
-            seen.add(state.f_fsid)
             free = state.f_bavail * state.f_frsize
-            if state.f_blocks and free < _NO_ROOM:
-                found[where] = free
+            if free < _NO_ROOM:
+                found[where] = f"{free >> 10} KiB free"
+            elif lacks_inodes(Path(where)):
+                found[where] = "no inodes left"
     return found
 
 

@@ -155,33 +155,54 @@ def test_real_faults_have_their_codes(elaunch: Launcher, tmp_path: Path) -> None
     assert "rank 1" in shown.stdout and "round 0: rank 0 exited with code 1" not in shown.stdout
 
 
-FULL = """
+SAVES = """
 import sys, torch
-torch.save({"weight": torch.zeros(1_000_000)}, sys.argv[1])
+torch.save({"weight": torch.zeros(1_000_000)}, sys.argv[1] + "/x.pt")
+"""
+MAKES = """
+import sys
+for number in range(100):
+    open(f"{sys.argv[1]}/{number}", "x").close()
 """
 
 
-@pytest.mark.slow
-def test_a_full_disk_is_told_in_three_lines(elaunch: Launcher, tmp_path: Path) -> None:
-    """Which one it is, and how much is free; torch's frames are in the log."""
+def run_on_a_small_disk(elaunch: Launcher, tmp_path: Path, script: str) -> tuple[str, str]:
+    """Run ``script`` with the path of a small disk, beside a full one; return it, and stderr."""
     programs.needed("unshare", "mount")
-    disk, script = tmp_path / "small", tmp_path / "save.py"
-    disk.mkdir()
-    script.write_text(FULL)
-    shell = f"mount -t tmpfs -o size=1m tmpfs {disk} && echo mounted && read end"
-    argv = [sys.executable, "-m", "elaunch", "run", "--run-id=full", str(script), f"{disk}/x.pt"]
+    disk, other, path = tmp_path / "small", tmp_path / "other", tmp_path / "save.py"
+    for directory in (disk, other):
+        directory.mkdir()
+    path.write_text(script)
+    shell = f"mount -t tmpfs -o size=1m,nr_inodes=80 tmpfs {disk} && "
+    shell += f"mount -t tmpfs -o size=64k tmpfs {other} && "
+    shell += f"! head -c 1M /dev/zero > {other}/full 2> {tmp_path}/no && echo mounted && read end"
+    argv = [sys.executable, "-m", "elaunch", "run", "--run-id=full", str(path), str(disk)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(["unshare", "--mount", "sh", "-c", shell], **pipes) as mounts:
         assert mounts.stdout is not None and mounts.stdout.readline() == b"mounted\n"
         done = elaunch.start_command(argv, spaces=[f"/proc/{mounts.pid}/ns/mnt"]).wait()
         mounts.communicate(b"\n", timeout=60)
     assert done.returncode == 1
-    told = without_waits(done.stderr)
+    assert str(other) not in done.stderr
+    return str(disk), without_waits(done.stderr)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_in_three_lines(elaunch: Launcher, tmp_path: Path) -> None:
+    """Which one it is, and how much is free; torch's frames are in the log."""
+    disk, told = run_on_a_small_disk(elaunch, tmp_path, SAVES)
     assert f"no room is left in {disk} (" in told.replace("\n", " "), told
-    assert f"failed at {script.name}:3: a write failed while torch.save wrote its file" in told
+    assert "failed at save.py:3: a write failed while torch.save wrote its file" in told
     assert "Traceback (" not in told and len(told.splitlines()) <= 8, told
     assert "Tracebacks of rank 0: elaunch logs full" in told
     assert "iostream error" in elaunch.run(["logs", "full"]).stderr
+
+
+@pytest.mark.slow
+def test_a_disk_without_inodes(elaunch: Launcher, tmp_path: Path) -> None:
+    """Room is left on it, for no more files."""
+    disk, told = run_on_a_small_disk(elaunch, tmp_path, MAKES)
+    assert f"no room is left in {disk} (no inodes left)" in told.replace("\n", " "), told
 
 
 @pytest.mark.trial

@@ -47,6 +47,7 @@ MAX_HEADLINE = 300
 SCHEMA = 1
 _NO_ROOM = frozenset({"E-DISK-FULL", "E-SAVE-CUT"})
 """Causes that the place in the script and the file system say all of: frames add nothing."""
+_UNWRITTEN = re.compile(r"No space left on device: ['\"](?P<path>/.+)['\"]")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -76,7 +77,8 @@ class Circumstances(Struct, frozen=True):
     ``noticed_monotonic`` is when the agent's loop got the first exit, by its monotonic clock;
     ``shm_free`` is memory.shm_free() at that time. ``hang`` is there if the round hung: then no
     exit is the cause, and all but crashes are elaunch's doing. ``at_step`` is the furthest step
-    that a worker has shown. ``scene`` is where the others were when it failed.
+    that a worker has shown. ``scene`` is where the others were when it failed. ``places`` are the
+    paths to which the job writes, as far as they are known.
     """
 
     started_at: float | None = None
@@ -86,6 +88,7 @@ class Circumstances(Struct, frozen=True):
     hang: Hang | None = None
     at_step: int | None = None
     scene: Scene | None = None
+    places: tuple[str, ...] = ()
 
 
 NOTHING_KNOWN = Circumstances()
@@ -384,8 +387,10 @@ def _examined(left: Failure, seconds_after: float, known: Circumstances) -> Fail
         traceback_from=origin if lines else "",
         ms_after_first=_milliseconds(seconds_after),
     )
-    if explanation.code in _NO_ROOM and (full := proc.full_file_systems()):
-        where = ", ".join(f"{path} ({free >> 10} KiB free)" for path, free in full.items())
+    written = _UNWRITTEN.search(message)
+    places = known.places if written is None else (written["path"],)
+    if explanation.code in _NO_ROOM and (full := proc.full_file_systems(places)):
+        where = ", ".join(f"{path} ({left})" for path, left in full.items())
         cause = f"{explanation.cause.partition(':')[0].rstrip('.')}: no room is left in {where}."
         explanation = replace(explanation, cause=cause, fix="Make room there, or write elsewhere.")
     ours = _is_ours(found, known.scene)

@@ -236,6 +236,7 @@ class Reporter:
             hang=_hang(state),
             at_step=self._at_step,
             scene=scene,
+            places=self._places(),
         )
         settings = self._settings
         host = socket.gethostname()
@@ -251,6 +252,13 @@ class Reporter:
         made = made or build(tuple(replace(each, **without) for each in self._kept))
         self._kept = ()
         return replace(made, culprit=self._culprit(state, made))
+
+    def _places(self) -> tuple[str, ...]:
+        """Return where the job writes, its script's arguments among them, which often say where."""
+        settings, environ = self._settings, os.environ
+        own = (settings.checkpoint_dir, environ.get("HOME"), environ.get("TMPDIR"), "/tmp")
+        named = (word.rpartition("=")[2] for word in settings.args)
+        return tuple(str(at) for at in (*own, self._group.files_root, ".", *named) if at)
 
     def _culprit(self, state: State, made: ends.FailureReport) -> Culprit | None:
         if made.hang is not None:

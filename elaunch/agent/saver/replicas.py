@@ -174,7 +174,9 @@ class Replicas:
                 log.debug("%s went before its copy was written", shard.stage.final)
             else:
                 which = f"rank {shard.header.rank}'s shard of {shard.stage.final}"
-                log.warning("this node's disk has no copy of %s: %s", which, error_text(error))
+                log.warning(
+                    "this node's disk has no copy of %s: %s", which, error_text(error, self._root)
+                )
         finally:
             self._memory.release(segment)
             with self._changed:

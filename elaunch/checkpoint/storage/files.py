@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from elaunch import files
 from elaunch.errors import CheckpointError
+from elaunch.proc import lacks_inodes
 
-_FEW_INODES = 64
 JSON_LIMIT = 64 * 2**20  # bytes; a safetensors index of the largest models has a few MiB
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
@@ -113,22 +113,9 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def lacks_inodes(place: Path | str) -> bool:
-    """Return whether a file system that was full lacks inodes, not bytes; some came free since."""
-    if isinstance(place, str):
-        return False
-    root = place.absolute()
-    try:
-        room = os.statvfs(next(at for at in (root, *root.parents) if at.exists()))
-    except OSError:  # it does not say how full it is; the error that led here is what counts
-        return False
-    scarcer = room.f_favail * room.f_blocks < room.f_bavail * room.f_files
-    return scarcer and room.f_favail < _FEW_INODES
-
-
 def refusal(error: OSError, place: Path | str) -> str:
     """Return the system's reason why nothing can be written below ``place``."""
-    if error.errno == errno.ENOSPC and lacks_inodes(place):
+    if error.errno == errno.ENOSPC and not isinstance(place, str) and lacks_inodes(place):
         return "No inodes left on device, so it takes no more files"
     return error.strerror or str(error)
 

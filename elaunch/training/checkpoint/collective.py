@@ -34,9 +34,9 @@ from elaunch import __version__, text
 from elaunch.checkpoint import layout, manifests, retention, shelves
 from elaunch.checkpoint.assemble import in_the_way
 from elaunch.checkpoint.records import Committed, Keep, ShardHeader, Stage
-from elaunch.checkpoint.storage.files import lacks_inodes
 from elaunch.checkpoint.storage.storage import Storage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
+from elaunch.proc import lacks_inodes
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, SaveRequest
 from elaunch.training.checkpoint.together import FULL, together
 
@@ -356,6 +356,6 @@ def _naming_room(call: CallContext, size: int = 0) -> Iterator[None]:
         needs = f"needs about {text.size(size)}, " if size else ""
         has = text.size(retention.free_bytes(place))
         reason = f"no space left on {place}: {needs}has {has}"
-        if lacks_inodes(place):
+        if not isinstance(place, str) and lacks_inodes(place):
             reason = f"no inodes left on {place}, so it takes no more files; {has} are free"
         raise OSError(problem.errno, reason, problem.filename) from problem

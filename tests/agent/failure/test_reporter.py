@@ -47,8 +47,9 @@ class Rig:
         run_dir = RunDir(root)
         record = SimpleNamespace(note_failure=self.noted.append)
         settings = SimpleNamespace(
-            entrypoint="t.py", max_same_failures=0, torchrun_report=True, run_id="t"
+            entrypoint="t.py", args=(), max_same_failures=0, torchrun_report=True, run_id="t"
         )
+        settings.checkpoint_dir = None
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
         known: Any = {"group": self.group, "status_record": record, "publisher": publisher}
         known["scene"] = self.take_scene
