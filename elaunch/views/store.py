@@ -332,8 +332,13 @@ class JobStore:
     def _look(self) -> StoreJob:
         rendezvous, run_id = self._rendezvous, self.name
         if self._store is None:
-            self._store = open_for_reading(rendezvous, run_id)
-            self._secret = secret_of(rendezvous, run_id, self._store)
+            store = open_for_reading(rendezvous, run_id)
+            try:
+                self._secret = secret_of(rendezvous, run_id, store)
+            except StoreError:
+                store.close()
+                raise
+            self._store = store
         found = look(self._store, run_id, records.key_of(self._secret, run_id))
         if rendezvous.backend == "etcd" and found.empty:
             # A TCPStore names its job itself; etcd has the keys of a job or has none.
