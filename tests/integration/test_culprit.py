@@ -16,9 +16,9 @@ from tests.launching import Launcher, wait_until
 pytestmark = pytest.mark.slow
 
 
-def failure(elaunch: Launcher) -> dict[str, Any]:
-    """Return the JSON report of the test's one round."""
-    (path,) = elaunch.state.glob("elaunch/runs/*/failure-0.json")
+def failure(elaunch: Launcher, run: str = "*") -> dict[str, Any]:
+    """Return the JSON report of the one round of the test, or of one of its runs."""
+    (path,) = elaunch.state.glob(f"elaunch/runs/{run}/failure-0.json")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -95,12 +95,16 @@ def test_a_person_sees_for_which_rank_the_others_wait(
 def test_where_the_others_were_when_one_died(elaunch: Launcher, flags: tuple[str, ...]) -> None:
     """They are asked before they are stopped.
 
-    They are in no collective: from one they would end by themselves as soon as rank 1 is gone. On a
-    busy machine not each of them answers in time.
+    They are in no collective: from one they would end by themselves as soon as rank 1 is gone. They
+    have 50 ms to answer: on a busy machine not each of them does, and at times none.
     """
-    done = elaunch.run(["run", "--nproc-per-node=4", *flags, WAITING, "alone", "1", "30", "60"])
-    assert done.returncode == 137
-    found = failure(elaunch)["meanwhile"]
+    for attempt in range(5):
+        words = ["run", "--nproc-per-node=4", f"--run-id=alone{attempt}", *flags]
+        done = elaunch.run([*words, WAITING, "alone", "1", "30", "60"])
+        assert done.returncode == 137
+        found = failure(elaunch, f"alone{attempt}")["meanwhile"]
+        if flags or (found is not None and found["stacks"]):
+            break
     assert (found is None) is bool(flags)
     if found is not None:
         (group,) = found["stacks"]

@@ -34,8 +34,14 @@ class Samples(Dataset):
 
 
 def stand() -> None:
-    """Stand still."""
+    """Stand still, and leave a file that says so."""
+    open(stands(RANK), "w").close()
     time.sleep(FOREVER)
+
+
+def stands(rank: int) -> str:
+    """Return the name of that file."""
+    return f"stands-{os.environ.get('TORCHELASTIC_RUN_ID')}-{rank}"
 
 
 def compute(seconds: float) -> None:
@@ -78,6 +84,10 @@ def fault(step: int) -> None:
     elif WHAT == "segfault":
         ctypes.string_at(0)
     elif WHAT in ("oom", "alone"):
+        while WHAT == "alone" and not all(
+            os.path.exists(stands(k)) for k in range(SIZE) if k != WHO
+        ):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     elif WHAT == "allocates":
         taken = [bytearray(b"x") * (64 << 20) for _ in range(1000)]
