@@ -13,7 +13,11 @@ from tests import seen
 from tests import test_style as style
 
 ROOT: Final = Path(__file__).parent.parent
-PUT_TOGETHER: Final = {"restart brought no progress", "wait there since", "more is needed"}
+PUT_TOGETHER: Final = {
+    "restart brought no progress",
+    "have been waiting there for",
+    "more is needed",
+}
 """Words of one message that stand apart in the code, around a number or beside a choice."""
 SHORTEST: Final = 8
 """Letters of a part of a message, of two words at least, that says which message it is."""

@@ -143,7 +143,7 @@ def facts(record: Record, *, current: bool = True) -> Iterator[tuple[str, str]]:
     if not current:
         return
     if late is None and timing["slowest"] is None and lateness is not None:
-        yield "slowest rank", f"none stands out: {late_text(last_rank(lateness))}"
+        yield "slowest rank", f"none; {late_text(last_rank(lateness))}"
     else:
         yield "slowest rank", _slowest(timing, late, nodes)
     if advice := _advice(record, timing, late):
@@ -172,12 +172,13 @@ def last_rank(found: LatenessRecord) -> LateRecord:
 
 
 def late_text(late: LateRecord) -> str:
-    """Return "rank 2 is last in 46 of 60 collectives, 21 ms behind; …"."""
+    """Return "rank 2 arrived last in 46 of 60 collectives, 21 ms behind; …"."""
     behind, waited = 1000 * late["behind_s"], round(100 * late["held"])
     on = f" on {one_line(late['host'])}" if late["host"] else ""
     text = (
-        f"rank {late['rank']}{on} is last in {late['last']} of {late['collectives']} collectives, "
-        f"{behind:.3g} ms behind; ranks wait for the last {waited} % of {duration(late['seconds'])}"
+        f"rank {late['rank']}{on} arrived last in {late['last']} of {late['collectives']} "
+        f"collectives, {behind:.3g} ms behind; the others waited {waited} % of "
+        f"{duration(late['seconds'])}"
     )
     return f"{text}; {one_line(late['why'])}" if late["why"] else text
 

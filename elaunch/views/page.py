@@ -245,11 +245,12 @@ def _resumed(round: int, checkpoint: Mapping[str, Any] | None) -> str:
 
 
 def _restarts_text(restarts: Mapping[str, Any]) -> str:
-    """Write restarts so far, those without progress, and how many are allowed if that is known."""
-    used, limit = restarts["used"], given(restarts["max"], " ({} allowed)".format)
-    if restarts["budget"] == "lifetime":
-        return f"{used}{limit}"
-    return f"{used}, of them {restarts['without_progress']} since the last progress{limit}"
+    """Write how many of the allowed restarts are used; progress gives those before it back."""
+    total, allowed = restarts["used"], restarts["max"]
+    if not allowed:
+        return str(total) if total or allowed is None else "off"
+    used = total if restarts["budget"] == "lifetime" else restarts["without_progress"]
+    return f"{used} of {allowed} used" + (f"; {total} in all" if total != used else "")
 
 
 def _workers(workers: Sequence[WorkerSeen]) -> Table:

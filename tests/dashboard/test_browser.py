@@ -184,7 +184,7 @@ def test_a_person_sees_for_which_rank_the_others_wait(elaunch: Launcher, tmp_pat
     job = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
     server = elaunch.start(["dashboard", "--port", "0"])
     address = server.wait_for_line(r"^(http://\S+/)$")[1]
-    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 have been waiting there for "
     with chromium(tmp_path / "profile") as browser:
         page = browser.open(address)
         page.wait(f"document.querySelector('td strong')?.innerText.includes({said!r})")

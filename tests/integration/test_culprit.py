@@ -38,10 +38,10 @@ def test_the_rank_that_the_others_wait_for_is_named(
     flags = ["--nproc-per-node=3", "--hang-timeout=2", "-r", "3", *preload]
     done = elaunch.run(["run", *flags, WAITING, "awaited", "1", "30", "60"])
     assert done.returncode == 77
-    assert "rank 1 has not entered all_reduce #31; rank 0 waits there since" in done.stderr
+    assert "rank 1 has not entered all_reduce #31; rank 0 has been waiting there for" in done.stderr
     found = failure(elaunch)
     assert (found["hang"]["ranks"], found["hang"]["source"]) == ([1], "collectives")
-    assert found["culprit"].startswith("rank 1 has not entered all_reduce #31; rank 0 waits")
+    assert found["culprit"].startswith("rank 1 has not entered all_reduce #31; rank 0 has been")
     (odd,) = (group for group in found["hang"]["stacks"] if group["ranks"] == [1])
     assert odd["main"][0].endswith("in fault")
     assert not list(elaunch.state.glob("elaunch/runs/*/recorder-*"))
@@ -53,7 +53,7 @@ def test_a_rank_that_does_not_come_to_init_process_group(elaunch: Launcher, begi
     flags = ["--nproc-per-node=3", "--hang-timeout=0.5", "-r", "3", f"--max-restarts={begins}"]
     done = elaunch.run(["run", *flags, UNUSUAL, "absent", "1", str(begins), "60"])
     assert done.returncode == 77, done
-    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 have been waiting there for "
     assert said in done.stderr, done
     (path,) = elaunch.state.glob(f"elaunch/runs/*/failure-{begins}.json")
     found = json.loads(path.read_text())
@@ -73,7 +73,7 @@ def test_a_person_sees_for_which_rank_the_others_wait(
     flags = ("--nproc-per-node=3", "--run-id=first", "-r", "3", *flags)
     words = ["run", *flags, str(UNUSUAL), "absent", "1", "0", "60"]
     job = elaunch.start_command([sys.executable, str(ATTENTIVE), *words])
-    said = "rank 1 has not entered init_process_group; ranks 0, 2 wait there since "
+    said = "rank 1 has not entered init_process_group; ranks 0, 2 have been waiting there for "
     job.wait_for_line(
         rf"^elaunch \S+ {said}.*; `elaunch stacks` shows where they are$", stream="stderr"
     )
@@ -126,8 +126,8 @@ def test_the_rank_that_comes_last_is_shown(elaunch: Launcher) -> None:
     first, *_ = found["lateness"]["ranks"]
     assert (found["lateness"]["slow"], first["rank"]) == (1, 1)
     assert first["behind_s"] >= 0.03
-    assert "  attention: rank 1 is last in " in elaunch.run(["status", "slow"]).stdout
+    assert "  attention: rank 1 arrived last in " in elaunch.run(["status", "slow"]).stdout
     job.send_signal(signal.SIGTERM)
     job.wait()
     shown = elaunch.run(["status", "slow"]).stdout
-    assert "attention" not in shown and " rank 1 is last in " in shown
+    assert "attention" not in shown and " rank 1 arrived last in " in shown

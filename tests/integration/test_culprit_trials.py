@@ -88,7 +88,7 @@ def slowest(elaunch: Launcher, flags: list[str], who: int, delay: int) -> tuple[
     def is_named() -> bool:
         nonlocal named
         shown = elaunch.run(["status", flags[1].partition("=")[2]]).stdout
-        found = re.search(r"attention: (rank (\d+) is last in .*)", shown)
+        found = re.search(r"attention: (rank (\d+) arrived last in .*)", shown)
         named = found[1] if found else ""
         return bool(named)
 

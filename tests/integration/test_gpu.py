@@ -44,8 +44,8 @@ def test_a_rank_fails_beside_one_that_waits_in_nccl(elaunch: Launcher, what: str
 
 
 TOLD = {
-    "absent": r"rank 1 has not entered all_reduce #6; rank 0 waits there since",
-    "first": r"rank 1 waits for no other rank; rank 0 waits in all_reduce since",
+    "absent": r"rank 1 has not entered all_reduce #6; rank 0 has been waiting there for",
+    "first": r"rank 1 waits for no other rank; rank 0 has been waiting in all_reduce for",
     "size": r"rank 0 has entered all_reduce #6 with 4 of Float, rank 1 has entered all_reduce #6 "
     r"with 1048576 of Float: the sizes or types differ",
     "name": r"rank 0 has entered all_reduce #6, rank 1 has entered \S+ #6: the collectives differ",
@@ -78,7 +78,7 @@ def test_the_rank_that_comes_last_on_the_gpu(elaunch: Launcher) -> None:
         """Return the status, for which the workers are asked."""
         return elaunch.run(["status", name]).stdout
 
-    wait_until(lambda: "attention: rank 1 is last in " in shown("1"))
+    wait_until(lambda: "attention: rank 1 arrived last in " in shown("1"))
     untimed.wait_for_line("not opened")
     while untimed.process.poll() is None:
         assert "is last in" not in shown("0")

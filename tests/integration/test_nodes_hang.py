@@ -47,7 +47,7 @@ def test_the_job_ends_with_the_code_of_a_hang(cluster: Build) -> None:
 
 
 WORDS = {
-    "awaited": "rank 2 has not entered all_reduce #31; ranks 0, 1 wait there since",
+    "awaited": "rank 2 has not entered all_reduce #31; ranks 0, 1 have been waiting there for",
     "collective": "rank 2 has entered broadcast #31, ranks 0, 1, 3 have entered all_reduce #31",
 }
 
@@ -72,18 +72,18 @@ def test_the_culprit_is_found_among_all_nodes_ranks(cluster: Build, what: str) -
 
 
 NODES = {
-    "before": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 wait there since",
-    "gil": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 wait there since",
+    "before": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 have been waiting there for",
+    "gil": "rank 2 has not entered all_reduce #31; ranks 0, 1, 3 have been waiting there for",
     "stopped": "rank 2 does not answer (the process is stopped by a signal",
     "size": "rank 2 has entered all_reduce #31 with 8 of Float, ranks 0, 1, 3 have entered",
     "order": "ranks 0, 1, 3 wait in all_reduce #31 for rank 2, rank 2 waits in all_reduce #1 of ",
-    "monitored": "rank 2 has not entered monitored_barrier; ranks 0, 1, 3 wait there since",
-    "ring": "rank 2 has not entered all_reduce #31; rank 0 waits there since",
-    "pipeline": "rank 2 waits for no other rank; ranks 0, 1, 3 wait in ",
-    "half-barrier": "rank 2 has not entered all_reduce #31; ranks 0, 1 wait there since",
+    "monitored": "rank 2 has not entered monitored_barrier; ranks 0, 1, 3 have been waiting there",
+    "ring": "rank 2 has not entered all_reduce #31; rank 0 has been waiting there for",
+    "pipeline": "rank 2 waits for no other rank; ranks 0, 1, 3 have been waiting in ",
+    "half-barrier": "rank 2 has not entered all_reduce #31; ranks 0, 1 have been waiting there for",
     "halves-apart": "rank 2 has not entered all_reduce #31 of the group of ranks 2, 3; ",
     "backward": "rank 2, whose interpreter ends, has not entered all_reduce #",
-    "unsent": "ranks 0-2 wait in all_reduce #31 for rank 3 since",
+    "unsent": "ranks 0-2 wait in all_reduce #31 for rank 3, ",
 }
 
 
@@ -140,7 +140,7 @@ def test_a_rank_of_another_node_does_not_come_to_init_process_group(
     agents = [job.start(n, flags, words, method=(), script=UNUSUAL, env=env) for n in (1, 2)]
     done = [agent.wait(DEADLINE) for agent in agents]
     assert [one.returncode for one in done] == [77, 77], done
-    said = "rank 1 has not entered init_process_group; rank 0 waits there since "
+    said = "rank 1 has not entered init_process_group; rank 0 has been waiting there for "
     assert all(said in one.stderr for one in done), done
 
 
@@ -176,12 +176,16 @@ def test_the_slow_rank_of_another_node_is_shown(cluster: Build) -> None:
         return "attention: " in page
 
     wait_until(named, DEADLINE, "the slow rank on the job's page")
-    assert re.search(r"attention: rank 3 on \S+ is last in \d+ of \d+ collectives, ", page), page
+    assert re.search(r"attention: rank 3 on \S+ arrived last in \d+ of \d+ collectives, ", page), (
+        page
+    )
     assert re.search(r"goodput +not known: the script does not report its steps", page), page
     job.stop()
     told = first.wait(DEADLINE).stderr
     assert "goodput: not known: the script does not report its steps" in told
-    assert re.search(r"slowest rank: rank 3 on \S+ is last in \d+ of \d+ collectives", told), told
+    assert re.search(r"slowest rank: rank 3 on \S+ arrived last in \d+ of \d+ collectives", told), (
+        told
+    )
     assert other.wait(DEADLINE).returncode == 0
     (found,) = [
         json.loads(path.read_text())

@@ -166,7 +166,7 @@ def test_a_killed_agent_leaves_no_notice_command(elaunch: Launcher) -> None:
 def test_who_asks_late_is_told_late(elaunch: Launcher) -> None:
     """A notice waits for a script that is still loading its data."""
     running = start(elaunch, "late=100")
-    assert "(0 of 3 workers listen)" in preempt(elaunch)
+    assert "(no worker has called should_preempt() yet)" in preempt(elaunch)
     assert running.wait().returncode == 75
     assert set(ends(elaunch)) <= {100, 101}
 

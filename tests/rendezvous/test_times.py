@@ -76,8 +76,8 @@ def test_the_verdict_is_on_all_nodes() -> None:
     told = dict(verdict.facts_of_job(to_record(found)))
     assert told["goodput"] == "88.9 % of 1m 30s on 8 slots of 2 nodes is train; start 11.1 %"
     assert told["slowest rank"] == (
-        "rank 9 on node2 is last in 46 of 60 collectives, 21 ms behind; "
-        "ranks wait for the last 21 % of 4m 12s"
+        "rank 9 on node2 arrived last in 46 of 60 collectives, 21 ms behind; "
+        "the others waited 21 % of 4m 12s"
     )
     why = verdict.late_text(
         {**to_record(found)["late"], "why": "30 % of its memory is swapped out"}

@@ -165,9 +165,9 @@ def test_a_last_rank_that_costs_little_is_named_as_one(nodes: int | None) -> Non
     if nodes is not None:
         job = {**record["timing"], "nodes": nodes, "late": None}
         record |= {"job_timing": job}  # type: ignore[typeddict-item]
-    last = "rank 2 is last in 46 of 60 collectives, 21 ms behind; ranks wait for the last 2 % of"
+    last = "rank 2 arrived last in 46 of 60 collectives, 21 ms behind; the others waited 2 % of"
     facts = dict(verdict.facts(record))
-    assert facts["slowest rank"] == f"none stands out: {last} 1m 40s"
+    assert facts["slowest rank"] == f"none; {last} 1m 40s"
 
 
 def test_the_time_of_earlier_starts_of_the_run_is_told() -> None:

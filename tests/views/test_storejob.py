@@ -125,7 +125,7 @@ def test_a_job_without_agents_is_lost_unless_it_is_over() -> None:
 
 def test_the_rank_for_which_the_others_wait() -> None:
     """Each node whose ranks wait says so; it is shown once, above all else."""
-    note = "rank 11 has not entered all_reduce #7; ranks 0-10 wait there since 42 s"
+    note = "rank 11 has not entered all_reduce #7; ranks 0-10 have been waiting there for 42 s"
     members = {"aaaaaa": agent(1, note=note), "bbbbbb": agent(2, slots=4, note=note)}
     lines = plain(store_page(viewed(**members))).splitlines()
     assert lines.count(f"  attention: {note}") == 1 and lines.index(f"  attention: {note}") == 2
@@ -178,18 +178,19 @@ def test_an_agent_that_came_back_is_joining_while_its_old_seat_is_gone() -> None
 @pytest.mark.parametrize(
     ("facts", "restarts", "text"),
     [
-        ({}, (2, 1, None, None), "2, of them 1 since the last progress"),
+        ({}, (2, 1, None, None), "2\n"),
         (
             {"max_restarts": "3", "restart_budget": "progress"},
             (2, 1, 3, "progress"),
-            "2, of them 1 since the last progress (3 allowed)",
+            "1 of 3 used; 2 in all\n",
         ),
         (
             {"max_restarts": "3", "restart_budget": "lifetime"},
             (2, 1, 3, "lifetime"),
-            "2 (3 allowed)",
+            "2 of 3 used\n",
         ),
-        ({"max_restarts": "many"}, (2, 1, None, None), "2, of them 1 since"),
+        ({"max_restarts": "many"}, (2, 1, None, None), "2\n"),
+        ({"max_restarts": "0", "restart_budget": "lifetime"}, (2, 1, 0, "lifetime"), "2\n"),
     ],
 )
 def test_the_budget_is_what_the_agents_say(
@@ -223,7 +224,7 @@ def test_the_page_of_a_running_job() -> None:
         "",
         "  store         etcd at 10.0.0.1:2379",
         "  round         3",
-        "  restarts      1, of them 0 since the last progress",
+        "  restarts      1",
         "  world size    12",
         "  nodes         2: 1 alive, 1 gone; 1 standing by",
         "  last failure  rank 9 (local_rank 1, pid 4711) on node2 exited with code 7",

@@ -39,7 +39,7 @@ print that exception. A row's number is its place in the order of ranks.
 
 Where another rank than the first is guilty, what is known of that one comes before it::
 
-    rank 1 has not entered all_reduce #61; ranks 0, 2, 3 wait there since 30m 00s
+    rank 1 has not entered all_reduce #61; ranks 0, 2, 3 have been waiting there for 30m 00s
     Rank 1 was here, most recent call first:
       File "train.py", line 31 in read
     Its log: …

@@ -317,10 +317,10 @@ def _told_apart(
     entered = [(ranks, _described(calls[ranks[0]], same_name)) for ranks in fewest]
     parts = [f"{text.ranks(ranks)} {_have(ranks)} entered {what}" for ranks, what in entered]
     waiting = [call.at for call in calls.values() if call.waits]
-    since = f" since {_seconds(now - max(waiting))}" if waiting else ""
+    for_how_long = f"have differed for {_seconds(now - max(waiting))}" if waiting else "differ"
     named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
     what = "sizes or types" if same_name else "collectives"
-    told = f"{parts[0]}, {', '.join(parts[1:])}: the {what} differ{since}"
+    told = f"{parts[0]}, {', '.join(parts[1:])}: the {what} {for_how_long}"
     return Culprit(tuple(sorted(named)), told, lasting=True, kind="differ")
 
 
@@ -341,14 +341,13 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
         f"{text.ranks(wait.missing)}"
         for wait in sorted(waits, key=lambda one: one.ranks)
     ]
-    since = _seconds(now - max(wait.call.at for wait in waits))
+    so_far = _seconds(now - max(wait.call.at for wait in waits))
     own = dict.fromkeys(one.name for rank in waits[0].missing for one in places[rank].receives)
-    order = "collectives are entered in different orders"
+    order = ": collectives are entered in different orders"
     if len(waits) == 1:
         other = text.one_line(", ".join(own)) or "another one"
-        order = f"which {_verb(waits[0].missing)} in {other}"
-    told = f"{', '.join(parts)} since {since}{': ' if len(waits) > 1 else ', '}{order}"
-    return Culprit(_most_awaited(waits), told)
+        order = f", which {_verb(waits[0].missing)} in {other}"
+    return Culprit(_most_awaited(waits), f"{', '.join(parts)}{order} ({so_far} so far)")
 
 
 def _absent(
@@ -358,9 +357,9 @@ def _absent(
     if ended := [rank for rank in outside if places[rank].ended]:
         rest = len(wait.members) - len(ended)
         if len(ended) >= rest:
-            told = f"{_waiting(wait, now, f'in {_named(wait)}')}, before which {text.ranks(ended)}"
-            named = wait.ranks if len(ended) > rest else ()
-            return Culprit(named, f"{told} {_have(ended)} ended", True, "ended")
+            told = f"{text.ranks(ended)} {_have(ended)} ended before it"
+            told = f"{_waiting(wait, now, f'in {_named(wait)}')}; {told}"
+            return Culprit(wait.ranks if len(ended) > rest else (), told, True, "ended")
         told = f"{text.ranks(ended)} {_have(ended)} ended before {_named(wait)}"
         return Culprit(tuple(ended), f"{told}; {_waiting(wait, now, 'there')}", True, "ended")
     lasting = now - wait.call.at > LASTING_S
@@ -381,17 +380,17 @@ def _making(places: Mapping[int, RankPlace], now: float, least: float) -> Culpri
     others = {rank: places.get(rank, UNKNOWN) for rank in sorted(members - waits.keys())}
     stopped = [rank for rank, place in others.items() if place.stopped]
     absent = [k for k, place in others.items() if place in (OUTSIDE, RankPlace(ended=True))]
-    there = told = f"{text.ranks(waits)} {_verb(waits)} in {DEFAULT_GROUP}"
+    wait = f"{text.ranks(waits)} {_have(waits)} been waiting"
+    there = told = f"{wait} in {DEFAULT_GROUP}"
     if absent:
-        told = f"{text.ranks(absent)} {_have(absent)} not entered {DEFAULT_GROUP}; "
-        told += f"{text.ranks(waits)} {_verb(waits)} there"
+        told = f"{text.ranks(absent)} {_have(absent)} not entered {DEFAULT_GROUP}; {wait} there"
     elif stopped:
         told = f"{_silent(stopped, places)}; {there}"
     elif all(place.groups for place in others.values()):
         left = f"{text.ranks(others)} {_have(others)}" if others else "none has"
         told = f"{there}, which {left} left,"
-    since = _seconds(now - max(waits.values()))
-    return Culprit(tuple(absent or stopped), f"{told} since {since}")
+    so_far = _seconds(now - max(waits.values()))
+    return Culprit(tuple(absent or stopped), f"{told} for {so_far}")
 
 
 def _idle(
@@ -407,19 +406,19 @@ def _idle(
     idle = [rank for rank, one in sorted(places.items()) if not (one.receives or one.ended)]
     if not waiting or not idle or not set(idle) <= set(late):
         return None
-    since = now - max(one.at for rank in waiting for one in places[rank].receives)
-    if 1 < len(idle) >= len(waiting) or since < least:
+    so_far = now - max(one.at for rank in waiting for one in places[rank].receives)
+    if 1 < len(idle) >= len(waiting) or so_far < least:
         return None
     names = dict.fromkeys(one.name for rank in waiting for one in places[rank].receives)
     where = f"in {text.one_line(', '.join(names))}"
-    there = f"{text.ranks(waiting)} {_verb(waiting)}"
+    there = f"{text.ranks(waiting)} {_have(waiting)} been waiting"
     if stopped := [rank for rank in idle if places[rank].stopped]:
         told, idle = _silent(stopped, places), stopped
     elif len(names) == 1 and TOGETHER & names.keys():
         told, where = f"{text.ranks(idle)} {_have(idle)} not entered {next(iter(names))}", "there"
     else:
         told = f"{text.ranks(idle)} {_verb(idle)} for no other rank"
-    return Culprit(tuple(idle), f"{told}; {there} {where} since {_seconds(since)}")
+    return Culprit(tuple(idle), f"{told}; {there} {where} for {_seconds(so_far)}")
 
 
 def _most_awaited(waits: list[_Wait]) -> tuple[int, ...]:
@@ -443,17 +442,16 @@ def _inside(
             return Culprit(stopped, f"{told}{_waiting(wait, now, f'in {_named(wait)}')}")
         if wait.unknown:
             continue
+        so_far = _seconds(now - wait.call.at)
         if wait.left and not failed:
             are = "is" if len(wait.ranks) == 1 else "are"
-            have = f"which {text.ranks(wait.left)} {_have(wait.left)} left"
-            told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)}, {have}"
+            told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)} after {so_far}"
             named = () if wait.call.name in _ROOTED else wait.ranks
-            return Culprit(named, f"{told}, since {_seconds(now - wait.call.at)}")
-        since = _seconds(now - wait.call.at)
+            return Culprit(named, f"{told}; {text.ranks(wait.left)} {_have(wait.left)} left it")
         if len(wait.ranks) < len(wait.members):
             return Culprit((), f"{_waiting(wait, now, f'in {_named(wait)}')}")
         if len(wait.ranks) > 1:
-            told = f"{text.ranks(wait.ranks)} are all in {_named(wait)} since {since}"
+            told = f"{text.ranks(wait.ranks)} have all been in {_named(wait)} for {so_far}"
             return Culprit((), f"{told}, and none has left it")
     return None
 
@@ -468,8 +466,8 @@ def _named(wait: _Wait) -> str:
 
 
 def _waiting(wait: _Wait, now: float, where: str) -> str:
-    who, since = text.ranks(wait.ranks), _seconds(now - wait.call.at)
-    return f"{who} {_verb(wait.ranks)} {where} since {since}"
+    who, so_far = text.ranks(wait.ranks), _seconds(now - wait.call.at)
+    return f"{who} {_have(wait.ranks)} been waiting {where} for {so_far}"
 
 
 def _silent(ranks: list[int], places: Mapping[int, RankPlace]) -> str:

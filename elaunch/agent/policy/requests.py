@@ -111,7 +111,9 @@ def _again(before: Notice, reason: str, grace: float | None) -> Decision:
 
 def notify(state: State, notice: Notice) -> Decision:
     """Return the decision to notify the workers; another node that leaves limits none here."""
-    listen = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
+    listen = "no worker has called should_preempt() yet"
+    if state.listens:
+        listen = f"{len(state.listens)} of {workers(state.limits.nproc)} listen"
     if notice.kind == "resize" and state.interrupted is None:
         notice = notice._replace(grace=None)
         return Notify(notice, None), f"{notice.reason}: the workers are asked to save ({listen})"

@@ -133,7 +133,7 @@ function time(run) {
 
 function late({ ranks: [first], collectives, held, seconds, why }) {
   if (!first) return "no rank";
-  return `rank ${first.rank} in ${first.last} of ${collectives} collectives, ${(1000 * first.behind_s).toPrecision(3)} ms behind; ranks wait for the last ${Math.round(100 * held)} % of ${span(seconds)}${why ? `; ${why}` : ""}`;
+  return `rank ${first.rank} in ${first.last} of ${collectives} collectives, ${(1000 * first.behind_s).toPrecision(3)} ms behind; the others waited ${Math.round(100 * held)} % of ${span(seconds)}${why ? `; ${why}` : ""}`;
 }
 
 const field = (run, worker, name) => worker[run.worker_fields.indexOf(name)];

@@ -218,7 +218,7 @@ def accusing(other: Failure, sentence: str, scene: Scene | None = None) -> list[
 
 
 def test_the_culprit_comes_first_with_what_is_known_of_it() -> None:
-    """Its traceback, what to do, and its log; then the one that failed first, in short."""
+    """Its traceback, what to do, and its log; then those that it took along, in a line."""
     logs = {"stderr_path": "/logs/2/stderr.log", "stdout_path": "/logs/2/stdout.log"}
     oom = (*TRACEBACK[:3], "torch.OutOfMemoryError: CUDA out of memory.")
     other = left(2, 1, 17e8 + 13, tail=oom, **logs)

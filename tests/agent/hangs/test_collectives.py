@@ -17,12 +17,12 @@ from elaunch.agent.hangs.collectives import (
 )
 
 NOW = 1000.0
-LASTING = ("differ since", "has ended", "have ended", "since 16m")
+LASTING = ("have differed", "has ended", "have ended", "for 16m")
 ALL = (0, 1, 2, 3)
 
 
 def calls(*names: str, waits: bool = False, elements: int = 4) -> tuple[CollectiveCall, ...]:
-    """Return collectives from number 60 on; the last is waited in, since 4.9 s."""
+    """Return collectives from number 60 on; the last is waited in, for 4.9 s."""
     last = len(names) - 1
     return tuple(
         CollectiveCall(60 + n, name, elements, ("Float",), NOW - 4.9, waits and n == last)
@@ -58,68 +58,80 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
     "before": (
         {0: WAITS, 1: BEFORE, 2: WAITS, 3: WAITS},
         Culprit(
-            (1,), "rank 1 has not entered all_reduce #61; ranks 0, 2, 3 wait there since 4.9 s"
+            (1,),
+            "rank 1 has not entered all_reduce #61; ranks 0, 2, 3 "
+            "have been waiting there for 4.9 s",
         ),
     ),
     "two are behind": (
         {0: WAITS, 1: BEFORE, 2: BEFORE, 3: WAITS},
         Culprit(
-            (1, 2), "ranks 1, 2 have not entered all_reduce #61; ranks 0, 3 wait there since 4.9 s"
+            (1, 2),
+            "ranks 1, 2 have not entered all_reduce #61; ranks 0, 3 "
+            "have been waiting there for 4.9 s",
         ),
     ),
     "one is in the kernel's hands": (
         {0: WAITS, 1: RankPlace(problem="stopped", stopped=True), 2: WAITS, 3: WAITS},
         Culprit(
             (1,),
-            "rank 1 does not answer (stopped); ranks 0, 2, 3 wait in all_reduce #61 since 4.9 s",
+            "rank 1 does not answer (stopped); ranks 0, 2, 3 "
+            "have been waiting in all_reduce #61 for 4.9 s",
         ),
     ),
     "one does not answer, which is no evidence": (
         {0: WAITS, 1: RankPlace(problem="no answer"), 2: WAITS, 3: WAITS},
         Culprit(
             (),
-            "rank 1 does not answer (no answer); ranks 0, 2, 3 wait in all_reduce #61 since 4.9 s",
+            "rank 1 does not answer (no answer); ranks 0, 2, 3 "
+            "have been waiting in all_reduce #61 for 4.9 s",
         ),
     ),
     "one has ended": (
         {0: WAITS, 1: RankPlace(ended=True), 2: WAITS, 3: WAITS},
         Culprit(
             (1,),
-            "rank 1 has ended before all_reduce #61; ranks 0, 2, 3 wait there since 4.9 s",
+            "rank 1 has ended before all_reduce #61; ranks 0, 2, 3 "
+            "have been waiting there for 4.9 s",
         ),
     ),
     "most have ended: those that go on are named": (
         {0: RankPlace(ended=True), 1: WAITS, 2: RankPlace(ended=True), 3: RankPlace(ended=True)},
         Culprit(
             (1,),
-            "rank 1 waits in all_reduce #61 since 4.9 s, before which ranks 0, 2, 3 have ended",
+            "rank 1 "
+            "has been waiting in all_reduce #61 for 4.9 s; ranks 0, 2, 3 have ended before it",
         ),
     ),
     "half have ended": (
         {0: WAITS, 1: WAITS, 2: RankPlace(ended=True), 3: RankPlace(ended=True)},
         Culprit(
             (),
-            "ranks 0, 1 wait in all_reduce #61 since 4.9 s, before which ranks 2, 3 have ended",
+            "ranks 0, 1 "
+            "have been waiting in all_reduce #61 for 4.9 s; ranks 2, 3 have ended before it",
         ),
     ),
     "the interpreter of one ends": (
         {0: WAITS, 1: RankPlace(leaving=True), 2: WAITS, 3: WAITS},
         Culprit(
             (1,),
-            "rank 1, whose interpreter ends, has not entered all_reduce #61; ranks 0, 2, 3 wait "
-            "there since 4.9 s",
+            "rank 1, whose interpreter ends, has not entered all_reduce #61; ranks 0, 2, 3 have "
+            "been waiting there for 4.9 s",
         ),
     ),
     "the interpreter of one ends, and another stands": (
         {0: WAITS, 1: RankPlace(leaving=True), 2: BEFORE, 3: WAITS},
-        Culprit((2,), "rank 2 has not entered all_reduce #61; ranks 0, 3 wait there since 4.9 s"),
+        Culprit(
+            (2,),
+            "rank 2 has not entered all_reduce #61; ranks 0, 3 have been waiting there for 4.9 s",
+        ),
     ),
     "another collective": (
         {0: WAITS, 1: ELSEWHERE, 2: WAITS, 3: WAITS},
         Culprit(
             (1,),
             "rank 1 has entered broadcast #61, ranks 0, 2, 3 have entered all_reduce #61: the "
-            "collectives differ since 4.9 s",
+            "collectives have differed for 4.9 s",
         ),
     ),
     "another size": (
@@ -127,7 +139,7 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         Culprit(
             (2,),
             "rank 2 has entered all_reduce #61 with 8 of Float, ranks 0, 1, 3 have entered "
-            "all_reduce #61 with 4 of Float: the sizes or types differ since 4.9 s",
+            "all_reduce #61 with 4 of Float: the sizes or types have differed for 4.9 s",
         ),
     ),
     "two and two: nobody is named": (
@@ -135,26 +147,26 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         Culprit(
             (),
             "ranks 0, 3 have entered all_reduce #61, ranks 1, 2 have entered broadcast #61: the "
-            "collectives differ since 4.9 s",
+            "collectives have differed for 4.9 s",
         ),
     ),
     "still inside": (
         {0: GONE_ON, 1: GONE_ON, 2: WAITS, 3: GONE_ON},
         Culprit(
             (2,),
-            "rank 2 is still in all_reduce #61, which ranks 0, 1, 3 have left, since 4.9 s",
+            "rank 2 is still in all_reduce #61 after 4.9 s; ranks 0, 1, 3 have left it",
         ),
     ),
     "still inside one with a root, which others leave first": (
         {0: LEFT_ROOT, 1: LEFT_ROOT, 2: IN_ROOT, 3: LEFT_ROOT},
         Culprit(
             (),
-            "rank 2 is still in gather #61, which ranks 0, 1, 3 have left, since 4.9 s",
+            "rank 2 is still in gather #61 after 4.9 s; ranks 0, 1, 3 have left it",
         ),
     ),
     "together": (
         {0: WAITS, 1: WAITS, 2: WAITS, 3: WAITS},
-        Culprit((), "ranks 0-3 are all in all_reduce #61 since 4.9 s, and none has left it"),
+        Culprit((), "ranks 0-3 have all been in all_reduce #61 for 4.9 s, and none has left it"),
     ),
     "in different orders": (
         {
@@ -164,7 +176,7 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         Culprit(
             (),
             "rank 0 waits in all_gather #1 of the group of ranks 0, 1 for rank 1, rank 1 waits in "
-            "all_reduce #61 for rank 0 since 2.0 s: collectives are entered in different orders",
+            "all_reduce #61 for rank 0: collectives are entered in different orders (2.0 s so far)",
         ),
     ),
     "the last of a chain": (
@@ -174,11 +186,14 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
             2: at(*calls("all_reduce", "all_reduce", waits=True)),
             3: at(*calls("all_reduce", "all_reduce", waits=True)),
         },
-        Culprit((1,), "rank 1 has not entered all_reduce #61; ranks 2, 3 wait there since 4.9 s"),
+        Culprit(
+            (1,),
+            "rank 1 has not entered all_reduce #61; ranks 2, 3 have been waiting there for 4.9 s",
+        ),
     ),
     "ranks of another node": (
         {0: WAITS, 1: WAITS},
-        Culprit((), "ranks 0, 1 wait in all_reduce #61 since 4.9 s"),
+        Culprit((), "ranks 0, 1 have been waiting in all_reduce #61 for 4.9 s"),
     ),
     "a record that does not reach back": (
         {0: WAITS, 1: RankPlace({"0": GroupPlace(ALL, 1, False)}), 2: WAITS, 3: WAITS},
@@ -192,7 +207,8 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
             3: GONE_ON,
         },
         Culprit(
-            (1, 2, 3), "ranks 1-3 have not entered barrier #1; rank 0 waits there since 16m 40s"
+            (1, 2, 3),
+            "ranks 1-3 have not entered barrier #1; rank 0 has been waiting there for 16m 40s",
         ),
     ),
     "nobody waits": ({0: GONE_ON, 1: BEFORE}, None),
@@ -201,7 +217,7 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         {0: WAITS, 1: RankPlace(BEFORE.groups, calls("recv", waits=True)), 2: WAITS, 3: WAITS},
         Culprit(
             (),
-            "ranks 0, 2, 3 wait in all_reduce #61 for rank 1 since 4.9 s, which waits in recv",
+            "ranks 0, 2, 3 wait in all_reduce #61 for rank 1, which waits in recv (4.9 s so far)",
         ),
     ),
     "different before, and gone on since": (
@@ -218,7 +234,7 @@ def test_whom_the_others_wait_for(name: str) -> None:
     found = find(places, NOW)
     if found is not None and expected is not None:
         expected = replace(expected, lasting=found.lasting, kind=found.kind)
-        assert (found.kind == "differ") is ("differ since" in found.sentence)
+        assert (found.kind == "differ") is ("have differed" in found.sentence)
         assert (found.kind == "ended") is (" ended" in found.sentence)
         assert (found.kind == "leaving") is ("interpreter ends" in found.sentence)
     assert found == expected
@@ -228,7 +244,7 @@ def test_whom_the_others_wait_for(name: str) -> None:
 def test_after_a_failure_nobody_has_left_a_collective_by_itself() -> None:
     """Those whose collective has failed are said to be nowhere."""
     places = {0: GONE_ON, 2: WAITS, 3: GONE_ON}
-    expected = Culprit((), "rank 2 waits in all_reduce #61 since 4.9 s")
+    expected = Culprit((), "rank 2 has been waiting in all_reduce #61 for 4.9 s")
     assert find(places, NOW, failed=True) == expected
     # Who has not answered in the moment before all are signalled is not said to be silent.
     places[3] = RankPlace(problem="no answer")
@@ -258,13 +274,18 @@ IDLE: dict[str, tuple[Mapping[int, RankPlace], tuple[int, ...], Culprit | None]]
         {0: receiving("send"), 1: BEFORE, 2: receiving(), 3: receiving()},
         (0, 1, 2, 3),
         Culprit(
-            (1,), "rank 1 waits for no other rank; ranks 0, 2, 3 wait in send, recv since 4.9 s"
+            (1,),
+            "rank 1 waits for no other rank; ranks 0, 2, 3 "
+            "have been waiting in send, recv for 4.9 s",
         ),
     ),
     "what all enter": (
         {rank: receiving("monitored_barrier") if rank else BEFORE for rank in ALL},
         ALL,
-        Culprit((0,), "rank 0 has not entered monitored_barrier; ranks 1-3 wait there since 4.9 s"),
+        Culprit(
+            (0,),
+            "rank 0 has not entered monitored_barrier; ranks 1-3 have been waiting there for 4.9 s",
+        ),
     ),
     "one is stopped": (
         {0: receiving(), 1: RankPlace(problem="stopped", stopped=True), 2: receiving()},
@@ -278,7 +299,10 @@ IDLE: dict[str, tuple[Mapping[int, RankPlace], tuple[int, ...], Culprit | None]]
             **dict.fromkeys(B, receiving()),
         },
         ALL,
-        Culprit((1,), "rank 1 does not answer (stopped); ranks 0, 2, 3 wait in recv since 4.9 s"),
+        Culprit(
+            (1,),
+            "rank 1 does not answer (stopped); ranks 0, 2, 3 have been waiting in recv for 4.9 s",
+        ),
     ),
     "one computes, and has not done so for long": (
         {0: receiving(), 1: BEFORE, 2: receiving(), 3: receiving()},
@@ -314,37 +338,43 @@ MAKING: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
         {0: COMES, 1: RankPlace(), 2: RankPlace(), 3: RankPlace()},
         Culprit(
             (1, 2, 3),
-            "ranks 1-3 have not entered init_process_group; rank 0 waits there since 4.9 s",
+            "ranks 1-3 have not entered init_process_group; rank 0 "
+            "has been waiting there for 4.9 s",
         ),
     ),
     "one has ended": (
         {0: COMES, 1: COMES, 2: RankPlace(ended=True), 3: COMES},
         Culprit(
             (2,),
-            "rank 2 has not entered init_process_group; ranks 0, 1, 3 wait there since 4.9 s",
+            "rank 2 has not entered init_process_group; ranks 0, 1, 3 "
+            "have been waiting there for 4.9 s",
         ),
     ),
     "one is stopped": (
         {0: COMES, 1: COMES, 2: COMES, 3: RankPlace(problem="stopped", stopped=True)},
         Culprit(
             (3,),
-            "rank 3 does not answer (stopped); ranks 0-2 wait in init_process_group since 4.9 s",
+            "rank 3 does not answer (stopped); ranks 0-2 "
+            "have been waiting in init_process_group for 4.9 s",
         ),
     ),
     "one is not known": (
         {0: COMES, 1: MADE, 2: COMES},
-        Culprit((), "ranks 0, 2 wait in init_process_group since 4.9 s"),
+        Culprit((), "ranks 0, 2 have been waiting in init_process_group for 4.9 s"),
     ),
     "some have left it": (
         {0: MADE, 1: COMES, 2: COMES, 3: MADE},
         Culprit(
             (),
-            "ranks 1, 2 wait in init_process_group, which ranks 0, 3 have left, since 4.9 s",
+            "ranks 1, 2 "
+            "have been waiting in init_process_group, which ranks 0, 3 have left, for 4.9 s",
         ),
     ),
     "all are there": (
         dict.fromkeys(ALL, COMES),
-        Culprit((), "ranks 0-3 wait in init_process_group, which none has left, since 4.9 s"),
+        Culprit(
+            (), "ranks 0-3 have been waiting in init_process_group, which none has left, for 4.9 s"
+        ),
     ),
 }
 

@@ -135,12 +135,12 @@ def test_for_which_rank_the_others_wait(
 
     assert not look() and not asked
     own[0], own[1] = waiting(7, 40.0), waiting(7, 35.0)
-    said = "[3] rank 3 has not entered all_reduce #7; ranks 0-2 wait there since 35 s"
+    said = "[3] rank 3 has not entered all_reduce #7; ranks 0-2 have been waiting there for 35 s"
     assert look() == said and asked and not caplog.text
     own[0] = own[1] = waiting(7, 301.0)
     for _ in range(2):
         assert look() == said.replace("35 s", "5m 01s")
-    assert caplog.text.count("rank 3 has not entered all_reduce #7; ranks 0-2 wait there") == 1
+    assert caplog.text.count("rank 3 has not entered all_reduce #7; ranks 0-2 have been") == 1
     # They have gone on, and wait for another; the others have not been asked since.
     own[0] = own[1] = waiting(9, 40.0)
     late.record(ask=True)

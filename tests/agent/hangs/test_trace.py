@@ -84,7 +84,8 @@ def test_a_rank_that_does_not_enter_a_collective_of_nccl() -> None:
     culprit = find(found, found[0].awaited[0].at + 3.0)
     assert culprit is not None and culprit.ranks == (1,)
     assert (
-        culprit.sentence == "rank 1 has not entered all_reduce #6; rank 0 waits there since 3.0 s"
+        culprit.sentence
+        == "rank 1 has not entered all_reduce #6; rank 0 has been waiting there for 3.0 s"
     )
 
 

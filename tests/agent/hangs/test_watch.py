@@ -76,7 +76,7 @@ def test_no_rank_is_judged_by_its_collectives_while_nobody_waits(
     explained.own = {0: inside(61.0), 1: outside}
     found = explained()
     assert found is not None and found.ranks == (1,)
-    assert found.culprit.startswith("rank 1 has not entered all_reduce #7; rank 0 waits")
+    assert found.culprit.startswith("rank 1 has not entered all_reduce #7; rank 0 has been waiting")
     explained.own = {0: outside, 1: outside}
     script = HangVerdict((1,), "rank 1 has made no progress", "script")
     assert explained(script) == script
@@ -109,7 +109,7 @@ def test_a_rank_that_never_answers_does_not_hide_a_hang(
     explained.elsewhere = {2: inside(61.0, everyone), **silent}
     assert [explained() for _ in range(SILENT_ASKS)] == [None] * SILENT_ASKS
     found = explained()
-    assert found is not None and "wait in all_reduce #7" in found.reason
+    assert found is not None and "waiting in all_reduce #7" in found.reason
     assert 3 not in found.ranks
 
 
@@ -131,7 +131,9 @@ def test_ranks_that_send_and_receive_wait_as_well(
     explained.own = {0: receiving(), 1: outside}
     found = explained(both)
     assert found is not None and (found.ranks, found.named) == ((1,), True)
-    assert found.culprit.startswith("rank 1 waits for no other rank; rank 0 waits in recv since")
+    assert found.culprit.startswith(
+        "rank 1 waits for no other rank; rank 0 has been waiting in recv"
+    )
     late = HangVerdict((0,), "rank 0 has made no progress", "collectives", patience=60.0)
     assert explained(late) is None
     explained.own = {0: receiving(), 1: receiving()}

@@ -109,7 +109,8 @@ TABLE: dict[str, Row] = {
         TWO,
         (*RUNS, ASKED),
         Notify(STOP, 30.0),
-        "drain: the workers are asked to save and to end (0 of 2 workers listen), grace 30 s",
+        "drain: the workers are asked to save and to end (no worker has called should_preempt() "
+        "yet), grace 30 s",
     ),
     "again": (TWO, (*RUNS, *LISTEN, ASKED, USR1), Nothing(), "SIGUSR1 received: drain already"),
     "a deadline leaves time to end them": (
