@@ -185,7 +185,7 @@ def test_a_script_of_four_lines_fails(elaunch: Launcher, tmp_path: Path, nproc: 
     done = elaunch.run(["run", f"--nproc-per-node={nproc}", "--run-id=four", str(script)])
     assert done.returncode == 1
     lines = without_waits(done.stderr).splitlines()
-    assert len(lines) <= 24, done.stderr
+    assert len(lines) <= 20, done.stderr
     assert done.stderr.count("Traceback (most recent") == 1, done.stderr
     assert "  ValueError: my own bug" in lines
     assert "Connection closed by peer" not in done.stderr
@@ -224,7 +224,7 @@ def test_the_rank_that_raised_ends_last(
     done = elaunch.run(["run", *words])
     assert done.returncode == 1
     printed, _, table = without_waits(done.stderr).partition("\ntorch.distributed.elastic.")
-    assert len(printed.splitlines()) <= 22, done.stderr
+    assert len(printed.splitlines()) <= 19, done.stderr
     assert printed.count("Traceback (most recent") == 1, done.stderr
     assert "  ValueError: my own bug" in printed.splitlines()
     assert "Connection closed by peer" not in printed

@@ -9,8 +9,7 @@
       …
     Its log: …
 
-    Failed by themselves afterwards:
-      rank 0 (local_rank 0, pid 4710) exited with code 1, 35 ms later
+    Failed afterwards: rank 0 (exit code 1)
     Stopped by elaunch: rank 2 (SIGTERM), rank 3 (SIGKILL)
 
     Round 1 resumes from step 40; 3 steps lost (it was at step 43): /ckpt/step_40
@@ -44,8 +43,7 @@ Where another rank than the first is guilty, what is known of that one comes bef
       File "train.py", line 31 in read
     Its log: …
 
-    First to fail: rank 3 (local_rank 3, pid 4713) on host node0 exited with code 1, …
-    It is a victim of that. (elaunch explain E-COLLECTIVE-TIMEOUT)
+    First to fail, 1832.3 s into round 0: rank 3 (exit code 1), a victim (E-COLLECTIVE-TIMEOUT)
 
 The traceback of such a victim is shown only if nothing else is known of the guilty rank.
 
@@ -134,21 +132,26 @@ def _wrap(text: str, indent: str = "") -> list[str]:
     )
 
 
+def _when(report: FailureReport) -> str:
+    if report.seconds_into_round is None:
+        return f" in round {report.round}"
+    return f", {report.seconds_into_round:.1f} s into round {report.round}"
+
+
 def _cause(report: FailureReport) -> Iterator[str]:
     first = report.first
     end = first.exit
-    when = f" in round {report.round}"
-    if report.seconds_into_round is not None:
-        when = f", {report.seconds_into_round:.1f} s into round {report.round}"
     if report.hang is not None:  # its reason begins with the culprit
-        yield from _hang(report, report.hang, when.lstrip(", "))
+        yield from _hang(report, report.hang, _when(report).lstrip(", "))
         return
     if not report.headline.startswith(end.text):  # else the next lines say no less
         yield report.headline
     yield from _guilty(report)
+    if _is_mere_victim(report):
+        return
     guilty = () if report.culprit is None else report.culprit.ranks
     begins = "First to fail: " if report.accused and end.rank not in guilty else ""
-    yield f"{begins}{_identity(end)} on host {report.host} {end.how}{when}"
+    yield f"{begins}{_identity(end)} on host {report.host} {end.how}{_when(report)}"
     scene = "" if report.scene is None else report.scene.sentence
     meanwhile = f"Meanwhile {scene}." if scene and not report.culprit else ""
     for line in (_reason(report), *_likelier(report), meanwhile):
@@ -160,12 +163,19 @@ def _cause(report: FailureReport) -> Iterator[str]:
         yield from _log(first)
 
 
+def _is_mere_victim(report: FailureReport) -> bool:
+    """Whether the first to fail is named among the others: another rank is the cause."""
+    first = report.first
+    is_shown = report.guilty is first or first.exit.rank in report.traced
+    return first.explanation.victim and not is_shown and report.hang is None
+
+
 def _guilty(report: FailureReport) -> Iterator[str]:
     """Yield what is known of the guilty rank, where that is not the first to fail."""
     one = report.guilty
     if one is report.first:
         return
-    if not one.stopped:
+    if _by_itself(one):
         after = f"{one.ms_after_first:.0f} ms after rank {report.first.exit.rank}"
         yield f"{_identity(one.exit)} on host {report.host} {one.exit.how}, {after}"
     yield from _wrap(_coded(one.explanation))
@@ -175,7 +185,8 @@ def _guilty(report: FailureReport) -> Iterator[str]:
         yield f"Rank {one.exit.rank} was here, most recent call first:"
         yield from (f"  {frame}" for frame in stack)
     yield from _log(one)
-    yield ""
+    if not _is_mere_victim(report):
+        yield ""
 
 
 def _stack(report: FailureReport, rank: int) -> Sequence[str]:
@@ -262,37 +273,44 @@ def _next(report: FailureReport) -> Iterator[str]:
 
 
 def _others(report: FailureReport) -> Iterator[str]:
-    victims = [one for one in report.victims if one is not report.guilty or report.hang]
-    if victims:
-        yield "Failed by themselves afterwards:"
-    similar: dict[tuple[str, ...], list[Failure]] = {}
-    for failure in victims:
-        tells = failure.message and not failure.explanation.victim
-        tells = tells and failure.message != report.cause.message
-        said = [_first_line(failure.message, WIDTH - 4)] if tells else []
-        said += [failure.error.problem] if failure.error and failure.error.problem else []
-        similar.setdefault((failure.exit.how, *said), []).append(failure)
-    for (how, *said), them in list(similar.items())[:MOST_VICTIMS]:
-        who, after = _identity(them[0].exit), f"{them[0].ms_after_first:.0f}"
-        if len(them) > 1:
-            who = ranks(each.exit.rank for each in them)
-            after += f" to {them[-1].ms_after_first:.0f}"
-        yield f"  {who} {how}, {after} ms later"
-        yield from (f"    {line}" for line in said)
-    more = [each.exit.rank for them in list(similar.values())[MOST_VICTIMS:] for each in them]
-    if more:
-        yield f"  … and {ranks(more)}"
-    if report.stopped:
-        alike: dict[bool, dict[str, list[int]]] = {False: {}, True: {}}
-        for failure in report.stopped:
-            by_itself = 0 < failure.exit.exitcode <= 128  # above it, most pass a signal on
-            alike[by_itself].setdefault(failure.exit.word, []).append(failure.exit.rank)
-        for by_itself, title in (
-            (True, "Ended by themselves meanwhile: "),
-            (False, "Stopped by elaunch: "),
-        ):
-            ends = [f"{ranks(them)} ({word})" for word, them in alike[by_itself].items()]
-            yield from _wrap(title + ", ".join(ends), indent="  ") if ends else ()
+    """Yield how the others ended, in a line, and what those said that are no victims."""
+    others = (*report.victims, *report.stopped)
+    if report.hang is None and _by_itself(report.guilty):  # it is in the lines above
+        others = tuple(one for one in others if one is not report.guilty)
+    failed = [one for one in others if _by_itself(one)]
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for one in failed:
+        kinds.setdefault((one.exit.word, _own_error(report, one)), []).append(one.exit.rank)
+    shown = list(kinds.items())[:MOST_VICTIMS]
+    more = [rank for them in list(kinds.values())[MOST_VICTIMS:] for rank in them]
+    ends = [f"{ranks(them)} ({word})" for (word, said), them in shown if not said]
+    ends += [ranks(more)] if more else []
+    if _is_mere_victim(report):
+        first, known = report.first.exit, report.first.explanation
+        victim = f"rank {first.rank} ({first.word}), a victim ({known.code})"
+        yield f"First to fail{_when(report)}: {victim}"
+    if failed:
+        yield from _wrap(f"Failed afterwards: {', '.join(ends)}", indent="  ")
+    yield from (f"  {ranks(them)} ({word}): {said}" for (word, said), them in shown if said)
+    stopped: dict[str, list[int]] = {}
+    for one in (each for each in others if not _by_itself(each)):
+        stopped.setdefault(one.exit.word, []).append(one.exit.rank)
+    if stopped:
+        ends = [f"{ranks(them)} ({word})" for word, them in stopped.items()]
+        yield from _wrap(f"Stopped by elaunch: {', '.join(ends)}", indent="  ")
+
+
+def _by_itself(failure: Failure) -> bool:
+    """Whether it has not ended of elaunch's signal; above 128, most pass one on."""
+    return not failure.stopped or 0 < failure.exit.exitcode <= 128
+
+
+def _own_error(report: FailureReport, failure: Failure) -> str:
+    """Return what a rank failed with, if not with what a victim has or the cause had."""
+    if failure.error and failure.error.problem:
+        return failure.error.problem
+    known = failure.explanation.victim or failure.message == report.cause.message
+    return "" if known else _first_line(failure.message, WIDTH - 4)
 
 
 def _table(report: FailureReport) -> str:
