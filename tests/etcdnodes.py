@@ -66,6 +66,15 @@ class Etcd:
         wait_until(look, what="etcd has a leader")
         return found[0]
 
+    def move_leader(self) -> None:
+        """Have another member lead."""
+        leader = self.leader()
+        other = self.members[self.members.index(leader) - 1]
+        state = _status(other)
+        if state is not None:
+            number = f"{state['header']['member_id']:x}"
+            leader.node.run(_etcdctl(leader, "move-leader", number))
+
     def follower(self) -> Member:
         """Return a member that does not lead."""
         leader = self.leader()

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from elaunch.errors import StoreDenied, StoreError, StoreReplaced, StoreUnreachable
 from elaunch.rendezvous.coordinatorstate import RETRY, CoordinatorState, Reread, draw_job_and_jitter
-from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult, Wait
+from elaunch.rendezvous.decide.view import Evict, Publish, Rules, Search, SearchResult, Wait
 from elaunch.rendezvous.events import News, PlanSeen
 from elaunch.rendezvous.plan import NodeStatus, Plan
 from elaunch.store.protocol import Change, Store
@@ -151,6 +151,8 @@ class Coordinator:
             StoreError: the store cannot be read, or its plan cannot, or it gave up our entry.
         """
         self._state.begin(self._store.latest(), self._clock(), opened, known)
+        if self._store.unsteady_leader():  # who led before may have been evicted
+            self._state.on_evicted(True, self._clock())
         reader = threading.Thread(target=self._read_changes, name="members", daemon=True)
         try:
             reader.start()
@@ -174,13 +176,15 @@ class Coordinator:
     def _loop(self) -> str:
         state, clock = self._state, self._clock
         while not state.ended:
-            step, _ = state.step(clock())
+            step, why = state.step(clock())
             if isinstance(step, Publish):
                 state.on_published(step, self._publish(step), clock())
             elif isinstance(step, Reread):
                 self._reread()
             elif isinstance(step, Search):
                 self._begin_search(step)
+            elif isinstance(step, Evict):
+                state.on_evicted(self._evict(step, why), clock())
             else:
                 self._settled(state)
                 stopped = self._receive(None if step.until is None else step.until - clock())
@@ -196,6 +200,16 @@ class Coordinator:
             return None
         self._published(None)
         return accepted
+
+    def _evict(self, step: Evict, why: str) -> bool:
+        """Return whether any of them may have been evicted."""
+        try:
+            if not [name for name in step.names if self._store.evict(name)]:
+                return False
+        except StoreError as exc:
+            log.debug("perhaps not all are evicted: %s", exc)
+        log.warning("%s", why)
+        return True
 
     def _reread(self) -> None:
         try:

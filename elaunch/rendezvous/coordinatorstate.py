@@ -1,8 +1,9 @@
 """The coordinator's state, and what follows from it; no method blocks.
 
 Changes of the members go in, steps come out: a plan to publish, a read of the published one, a
-search for a checkpoint, a wait. It has no thread, no clock and no store, so that a simulation can
-drive it; elaunch.rendezvous.coordinator drives it for real, for one node and for several.
+search for a checkpoint, an eviction, a wait. It has no thread, no clock and no store, so that a
+simulation can drive it; elaunch.rendezvous.coordinator drives it for real, for one node and for
+several.
 
 Where an answer is lost, it is not known whether a plan was published. Then the published plan is
 read again and believed, and what follows from it is decided anew.
@@ -24,6 +25,7 @@ from elaunch.rendezvous.decide import members
 from elaunch.rendezvous.decide.decide import decide
 from elaunch.rendezvous.decide.view import (
     Absent,
+    Evict,
     Present,
     Publish,
     Rules,
@@ -196,7 +198,12 @@ class CoordinatorState:
         """Note the result of the search for a checkpoint."""
         self._view = replace(self._view, search_result=found, searching=False)
 
-    def step(self, now: float) -> tuple[Publish | Reread | Search | Wait, str]:
+    def on_evicted(self, evicted: bool, now: float) -> None:
+        """Note that the step was taken, and whether the store may have done it."""
+        evicted = evicted or self._view.evicted
+        self._view = replace(self._view, evicted=evicted, evict_tried_at=now)
+
+    def step(self, now: float) -> tuple[Publish | Reread | Search | Wait | Evict, str]:
         """Return what to do now, and why."""
         if not self._members_known:
             return Wait(), "reading the members"
@@ -278,9 +285,8 @@ class CoordinatorState:
         if (plan.phase, plan.round, plan.job) != (old.phase, old.round, old.job):
             view = replace(view, phase_since=now)
         if (plan.round, plan.job) != (old.round, old.job):
-            view = replace(
-                view, round_began=now, search_result=None, searching=False, jitter=self._draw()[1]
-            )
+            view = replace(view, round_began=now, search_result=None, searching=False)
+            view = replace(view, evicted=False, jitter=self._draw()[1])
         self._view = view
         if plan.nodes != old.nodes:
             self._members = frozenset(column(plan.nodes, "name"))

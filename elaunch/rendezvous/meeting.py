@@ -361,11 +361,26 @@ class Meeting:
                     self._coordinate(store, name)
                 else:
                     self._read("leading")
+                    self._evict_coordinator(store)
             except RecordError as exc:
                 self._world.post(MeetingFailed(exc.exit_code, str(exc)))
                 return
             except StoreError as exc:
                 self._unread("leading", exc)
+
+    def _evict_coordinator(self, store: Store) -> None:
+        """Evict the agent that leads, if it must be gone; raises StoreError."""
+        with self._changed:
+            overdue, known = self._member.plan_overdue(self._world.clock()), self._member.after
+        leader = store.unsteady_leader() if overdue else ""
+        if not leader:
+            return
+        post = store.latest()
+        with self._changed:
+            overdue = self._member.plan_overdue(self._world.clock(), leader)
+        same = post is not None and post.version == known  # or only the watch is broken
+        if overdue and same and store.evict(leader):
+            log.warning("the coordinator has published nothing for long: evicted")
 
     def _read(self, what: What) -> None:
         """Note that something could be read."""

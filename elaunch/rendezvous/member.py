@@ -55,7 +55,7 @@ from elaunch.rendezvous.events import (
     Withdraw,
 )
 from elaunch.rendezvous.plan import JobSeen, NodeStatus, Plan
-from elaunch.rendezvous.waiting import Hopeless, Overdue, Waiting, What, is_last
+from elaunch.rendezvous.waiting import Hopeless, Overdue, Waiting, What, is_last, owes
 from elaunch.store.protocol import Post
 
 RENEWALS = 6
@@ -128,6 +128,8 @@ class MemberState:
         self._problem_at = -math.inf
         self._waiting = Waiting(rules, now)
         self._moved = False
+        self._owed: int | None = None  # version of the plan that is to be followed by another
+        self._owed_by, self._owed_since = "", now
 
     # ── what the agent wants ─────────────────────────────────────────────────────────────────────
 
@@ -272,6 +274,22 @@ class MemberState:
         return self._give_up(
             found.problem + (last if self._problem_at >= self._waiting.since else "")
         )
+
+    def plan_overdue(self, now: float, leader: str = "") -> bool:
+        """Return whether a plan has been owed for so long that the coordinator must be gone.
+
+        ``leader`` leads now: it has the whole time again if it is another than we thought.
+        """
+        plan = self.plan
+        if plan is None or not self.written or not owes(plan, self._record):
+            self._owed = None
+            return False
+        if self.after != self._owed:
+            self._owed, self._owed_by, self._owed_since = self.after, plan.coordinator, now
+        if leader and leader != self._owed_by:
+            self._owed_by, self._owed_since = leader, now
+        limit = 2 * (self._ttl if plan.phase == "running" else self._rules.remind)
+        return now - self._owed_since >= limit
 
     def ends_the_job(self, members: Mapping[str, bytes]) -> bool:
         """Return whether this agent is to end the job before it leaves, by the members."""

@@ -105,6 +105,17 @@ def working(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> 
     return busy
 
 
+def owes(plan: Plan, record: NodeStatus | None) -> bool:
+    """Return whether the coordinator is to publish a plan soon, by an agent's own ``record``.
+
+    While a round runs nothing is due before an agent reports that its part has come to a bad end.
+    """
+    if record is None or plan.phase == "over":
+        return False
+    ended = record.failure is not None or record.state == "ended"
+    return plan.phase != "running" or (record.round == plan.round and ended)
+
+
 def is_last(plan: Plan | None, name: str, members: Mapping[str, NodeStatus]) -> bool:
     """Return whether an agent that leaves has to wait until it leads, and ends the job.
 

@@ -122,6 +122,16 @@ class Store(Protocol):
         a call that waits. The first call of each leadership returns every entry that is there.
         """
 
+    def unsteady_leader(self) -> str:
+        """Return who leads, if agents may have been evicted lately, or may be soon; else ""."""
+
+    def evict(self, name: str) -> bool:
+        """Remove the entry of ``name``, who must be gone; return whether that may be done.
+
+        It is where entries of agents that are gone may stay for good, and nowhere else. The agent
+        may be alive after all, and learns of it with its next renewal.
+        """
+
     # ── leadership ───────────────────────────────────────────────────────────────────────────────
 
     def await_leadership(self, name: str, timeout: float) -> bool:

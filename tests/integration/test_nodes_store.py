@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -67,6 +70,55 @@ def test_the_leader_of_etcd_is_frozen(cluster: Build) -> None:
     assert end(job, one, two) == [0, 0]
     assert {world for _, world in [*rounds(one), *rounds(two)]} == {2}
     thaw(leader.running.pid)
+
+
+@contextmanager
+def moving(job: Job) -> Iterator[None]:
+    """Move etcd's leader every second."""
+    assert job.etcd is not None
+    etcd, stopped = job.etcd, threading.Event()
+
+    def move() -> None:
+        while not stopped.wait(1.0):
+            etcd.move_leader()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        mover.join()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(1, id="another", marks=pytest.mark.trial), pytest.param(0, id="coordinator")],
+)
+def test_a_node_is_lost_while_the_leader_of_etcd_moves(cluster: Build, lost: int) -> None:
+    """No entry expires then: the report that a node owes is missed, or the coordinator's plan."""
+    job = Job(cluster, "etcd", 3, members=3)
+    job.conf["heartbeat_timeout"] = 4
+    flags = ["--nnodes=2:3", "--max-restarts=0", "--shutdown-timeout=1"]
+    agents = [job.start(1, flags, ["fail=2r0"])]
+    wait_until_said(agents[0], r"waiting: 1 of at least 2 nodes")  # it is first in line
+    agents += [job.start(number, flags, ["fail=2r0"]) for number in (2, 3)]
+    for rank, agent in enumerate(agents):
+        wait_for_worker(agent, rank, 0)
+    with moving(job):
+        for agent in agents:
+            wait_until_said(agent, "has changed its leader 3 times")
+        dead = agents.pop(lost)
+        os.kill(dead.pid, signal.SIGKILL)
+        (job.share / "fail.0").touch()
+        for rank, agent in enumerate(agents):
+            wait_for_worker(agent, rank, 1)
+        assert end(job, *agents) == [0, 0]
+    for agent in agents:
+        assert rounds(agent) == [(0, 3), (1, 2)]
+        assert not any("cut off" in line for line in said(agent))
+    what = r"node2 .*did not end round 0 in \d+ s" if lost else "has published nothing for long"
+    assert sum(bool(re.search(f"{what}: evicted", line)) for a in agents for line in said(a)) == 1
 
 
 @pytest.mark.trial

@@ -15,7 +15,7 @@ from msgspec import structs
 from elaunch.errors import LeaseLost, StoreError, StoreReplaced
 from elaunch.rendezvous import events
 from elaunch.rendezvous.coordinatorstate import CoordinatorState, Reread
-from elaunch.rendezvous.decide.view import Publish, Rules, Search, SearchResult
+from elaunch.rendezvous.decide.view import Evict, Publish, Rules, Search, SearchResult
 from elaunch.rendezvous.events import CutOff, Effect, Fence, Idle, MeetingFailed, Open, PlanSeen
 from elaunch.rendezvous.member import MemberState
 from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
@@ -212,8 +212,23 @@ class Agent:
             if value is True and self.member.name == name and client is self.client:
                 client.offset = 0
                 client.call(lambda: client.store.post, lambda v: self.later(0.0, lambda: begin(v)))
+                return
+            if value is None and self.member.plan_overdue(self.sim.engine.now):
+                client.call(
+                    lambda: client.store.leader, lambda v: self.later(0.0, lambda: evict(v))
+                )
             else:
-                self.later(PAUSE if isinstance(value, StoreError) else 0.0, self._lead)
+                again(PAUSE if isinstance(value, StoreError) else 0.0)
+
+        def evict(leader: Any) -> None:
+            who = leader if isinstance(leader, str) else ""
+            if self.member.plan_overdue(self.sim.engine.now, who) and client.store.unsteady:
+                client.call(lambda: client.store.evict(name, who), lambda _: again(0.0))
+            else:
+                again(0.0)
+
+        def again(pause: float) -> None:
+            self.later(pause, self._lead)
 
         def begin(post: Any) -> None:
             if isinstance(post, StoreError):
@@ -223,6 +238,8 @@ class Agent:
             state = CoordinatorState(name, self.rules, b"secret", self.member.old_job, draw)
             state.begin(post, self.sim.engine.now, self.member.opened_at)
             self.coordinator = state
+            if client.store.unsteady:
+                state.on_evicted(True, self.sim.engine.now)
             self._changes(client, state)
             self._step(client, state)
 
@@ -309,6 +326,13 @@ class Agent:
                     state.on_plan(value, self.sim.engine.now)
 
             client.call(lambda: client.store.post, on(read))
+        elif isinstance(step, Evict):
+            store, me, (first, *_), may = client.store, state.me, step.names, client.store.unsteady
+
+            def evicted(_: Any) -> None:
+                state.on_evicted(may, self.sim.engine.now)
+
+            client.call(lambda: may and store.evict(me, first), on(evicted))
         elif isinstance(step, Search):
 
             def found() -> None:

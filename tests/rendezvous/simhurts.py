@@ -6,6 +6,7 @@ together   all agents are frozen for longer than their entries live, as by a sus
 wiped      it is down for some seconds and comes back empty
 full       it takes no more writes, for good or for some seconds
 restored   it is down for some seconds and comes back as it was a while ago
+moves      its leader moves again and again: no entry expires
 =========  =======================================================================================
 """
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tests.rendezvous.simulation import Simulation
 
 WITHIN = 14.0
-KINDS = ("late", "late", "together", "wiped", "restored", "full")
+KINDS = ("late", "late", "together", "wiped", "restored", "full", "moves", "moves")
 
 
 def schedule(sim: Simulation, rng: random.Random) -> None:
@@ -44,6 +45,9 @@ def _strike(sim: Simulation, kind: str, seconds: float, draw: float) -> None:
     elif kind == "together":
         for agent in there:
             sim.freeze(agent, seconds)
+    elif kind == "moves":
+        sim.store.unsteady = True
+        sim.engine.after(4 * seconds, sim.store.settle)
     elif kind == "full":
         store = sim.store
         store.full = True

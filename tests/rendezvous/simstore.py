@@ -83,6 +83,8 @@ class SimStore:
         self.replaced = False
         """Another host has this place; it does not know who was here."""
         self.leaderless = False
+        self.unsteady = False
+        """Its leader moves again and again: no entry expires."""
         self.full = False
         """It takes no more writes."""
         self.in_order = True
@@ -103,7 +105,9 @@ class SimStore:
     def expire(self) -> None:
         """Take off who was not renewed in time."""
         for name, entry in list(self.entries.items()):
-            if self.engine.now >= entry.renewed + entry.ttl:
+            if self.unsteady:
+                entry.renewed = self.engine.now
+            elif self.engine.now >= entry.renewed + entry.ttl:
                 self._drop(name, "expired")
 
     def enrol(self, name: str, value: bytes, ttl: float) -> None:
@@ -145,6 +149,11 @@ class SimStore:
         self.post = Post(version, value, nodes)
         self.on_publish(self.post)
         return True
+
+    def evict(self, me: str, name: str) -> None:
+        """Take off another's entry, or who leads."""
+        if me in self.entries and name in self.entries and self.leader in (me, name):
+            self._drop(name, "expired")
 
     def entry(self, name: str | None) -> _Entry:
         """Return an entry that is there."""
@@ -209,6 +218,13 @@ class SimStore:
         """Return what is here now."""
         entries = {name: replace(entry) for name, entry in self.entries.items()}
         return Saved(self.post, entries, self.leader)
+
+    def settle(self) -> None:
+        """Have a leader that stays."""
+        self.expire()
+        self.unsteady = False
+        for entry in self.entries.values():
+            self.engine.after(entry.ttl + 1e-6, self.touch)
 
     def restore(self) -> None:
         """Have a leader again; the leases are as long again as they were."""

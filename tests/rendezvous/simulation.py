@@ -36,6 +36,8 @@ JOIN_TIMEOUT = 12.0
 STORE_TIMEOUT = 8.0
 RESTART = 0.4
 """Seconds in which nobody can find a host of the TCPStore dead and have another one listen."""
+END_TIMEOUT = 0.5
+"""Seconds that an agent has to end a round where entries do not expire: less than some take."""
 REMIND = 2.0
 SILENCE = 30.0
 """Seconds in which an agent that waits receives or logs something, if no other has workers."""
@@ -74,6 +76,7 @@ def draw_setting(rng: random.Random) -> Setting:
         remind=REMIND,
         heartbeat_timeout=rng.choice((3.0, 3.0, 6.0, 12.0)),
         store_timeout=STORE_TIMEOUT,
+        end_timeout=END_TIMEOUT,
         max_restarts=rng.randint(0, 3),
         lifetime_budget=rng.random() < 0.5,
         on_join=rng.choice(("graceful", "now", "never")),

@@ -22,7 +22,7 @@ from elaunch.rendezvous.events import (
 )
 from elaunch.rendezvous.events import MeetingFailed as Failed
 from elaunch.rendezvous.member import NO_LEADER, MemberState, renewal_period
-from elaunch.rendezvous.plan import AgentState, JobSeen, NodeStatus, Plan
+from elaunch.rendezvous.plan import AgentState, JobSeen, NodeStatus, Phase, Plan
 from elaunch.store.protocol import Post
 
 RECORD = NodeStatus("node1", "10.0.0.1", 4000, 1)
@@ -210,6 +210,39 @@ def test_workers_need_no_store_that_lets_their_agent_in() -> None:
     assert failed_at + 30.0 <= now
     assert [type(one) for one in told] == [StoreSilent, Failed]
     assert str(told[0]).count("let this agent in again before then") == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "limit"),
+    [
+        ("running", "ended", 6.0),
+        ("running", "running", None),
+        ("running", "finished", None),
+        ("ending", "ended", 60.0),
+        ("forming", "ready", 60.0),
+        ("over", "ended", None),
+    ],
+)
+def test_a_coordinator_that_owes_a_plan(
+    phase: Phase, state: AgentState, limit: float | None
+) -> None:
+    """It decides in milliseconds on an end in the round that runs, and publishes what it awaits."""
+    member = joined()
+    member.receive(post(1, Plan("job", 0, phase, coordinator="b0")))
+    member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state=state, round=0))
+    assert not member.plan_overdue(100.0)  # the end is not written yet
+    member.done(member.next(0.01), 0.01, 0.02, None)
+    assert not member.plan_overdue(100.0)
+    if limit is None:
+        assert not member.plan_overdue(9999.0)
+        return
+    assert not member.plan_overdue(99.9 + limit)
+    assert member.plan_overdue(100.0 + limit, "b0")
+    assert not member.plan_overdue(100.0 + limit, "c0")  # which leads since b0 was evicted
+    assert not member.plan_overdue(99.9 + 2 * limit, "c0")
+    assert member.plan_overdue(100.0 + 2 * limit, "c0")
+    member.receive(post(2, Plan("job", 0, "ending", coordinator="c0")))
+    assert not member.plan_overdue(100.1 + 2 * limit)
 
 
 def test_a_plan_that_is_not_taken_has_the_same_deadline() -> None:

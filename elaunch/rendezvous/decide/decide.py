@@ -11,9 +11,9 @@ ending     has everyone ended; may a round follow; who is in it
 over       nothing
 =========  =====================================================================================
 
-The step is a plan to publish, a search for a checkpoint, or a wait; the reason is the text that the
-plan carries to the log of every agent, to the status page, and to the tests. A new cause of a new
-round is one arm here and one row in tests/rendezvous/decide/test_decide.py.
+The step is a plan to publish, a search for a checkpoint, an eviction, or a wait; the reason is the
+text that the plan carries to the log of every agent, to the status page, and to the tests. A new
+cause of a new round is one arm here and one row in tests/rendezvous/decide/test_decide.py.
 
 Newcomers while a round runs are announced, then let in with a new round, or kept as spares:
 
@@ -44,7 +44,7 @@ from elaunch.rendezvous.decide import formation
 from elaunch.rendezvous.decide.budget import LOSS_APART
 from elaunch.rendezvous.decide.formation import over, publish
 from elaunch.rendezvous.decide.members import READY_PATIENCE, order, unstable, waiting
-from elaunch.rendezvous.decide.view import Decision, Publish, Rules, Search, View, Wait
+from elaunch.rendezvous.decide.view import Decision, Evict, Publish, Rules, Search, View, Wait
 from elaunch.rendezvous.plan import Cause, Node, NodeStatus, Plan
 from elaunch.text import count
 
@@ -66,7 +66,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     step, reason = _decide(view, now, rules)
     if isinstance(step, Publish):
         return Publish(replace(step.plan, waits="")), reason
-    if isinstance(step, Search) or not reason or view.plan.phase == "over":
+    if isinstance(step, Search | Evict) or not reason or view.plan.phase == "over":
         return step, reason
     due = view.published_at + rules.remind
     if now < due:

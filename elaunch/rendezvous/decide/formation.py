@@ -20,6 +20,7 @@ from elaunch.rendezvous.decide import budget, checkpoints, members
 from elaunch.rendezvous.decide.members import Enough, Few, NeverARound
 from elaunch.rendezvous.decide.view import (
     Decision,
+    Evict,
     LastKnown,
     Publish,
     Rules,
@@ -49,6 +50,9 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     late = [node for node, one in nodes if one and not one.record.has_ended(plan.round)]
     if late:
         return _await_end(view, now, rules, late)
+    fenced = _await_fences(view, now, rules) if view.evicted else None
+    if fenced is not None:
+        return fenced
     if _all_done(view):
         return publish(over(plan, 0, "all workers ended with 0"))
     late_save = checkpoints.awaited(view, rules, ended_at(view))
@@ -180,13 +184,36 @@ def first_failure(view: View, now: float) -> WorkerFailure | None:
 
 
 def _await_end(view: View, now: float, rules: Rules, late: list[Node]) -> Decision:
-    plan, patience = view.plan, rules.patience
-    until = view.phase_since + patience
-    whom = text.nodes(late)
+    plan, ttl = view.plan, rules.heartbeat_timeout
+    until, whom = view.phase_since + rules.patience, text.nodes(late)
+    did_not = f"{whom} did not end round {plan.round} in"
     if now >= until:
-        problem = f"{whom} did not end round {plan.round} in {patience:g} s"
-        return publish(over(plan, StoreError.exit_code, problem))
-    return Wait(until), f"waiting for {whom} to end round {plan.round}"
+        return publish(over(plan, StoreError.exit_code, f"{did_not} {rules.patience:g} s"))
+    others = tuple(node.name for node in late if node.name != view.me)
+    owed = max(view.phase_since + rules.end_timeout, view.evict_tried_at + ttl)
+    if others and now >= owed:
+        return Evict(others), f"{did_not} {now - view.phase_since:.0f} s: evicted"
+    wait = Wait(min(until, owed) if others else until)
+    return wait, f"waiting for {whom} to end round {plan.round}"
+
+
+def _await_fences(view: View, now: float, rules: Rules) -> Decision | None:
+    """Wait until no worker is left of a node that was evicted, though it may be alive.
+
+    Its agent has moved its fence on while etcd had no leader. That a plan is accepted shows that
+    there is one, from which it learns the truth or nothing: one more lifetime is enough. What is
+    waited for is not published meanwhile, as that would be another such plan.
+    """
+    gone = [one.at for one in view.absent.values() if one.cause != "left"]
+    if not gone:
+        return None
+    ttl = rules.heartbeat_timeout
+    until = max(gone) + ttl
+    if until <= now:
+        if view.published_at < until:
+            return publish(view.plan)
+        until = view.published_at + ttl
+    return None if until <= now else (Wait(until), "")
 
 
 def _judged(view: View, now: float, rules: Rules) -> Plan:

@@ -6,6 +6,7 @@ which the coordinator learnt of changes by its own monotonic clock. No other clo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -62,7 +63,7 @@ class Rules(Struct, frozen=True):
     @property
     def patience(self) -> float:
         """Seconds that a node may take for its part of a round's start or end."""
-        return max(self.join_timeout, self.end_timeout)
+        return max(self.join_timeout, self.end_timeout + 2 * self.heartbeat_timeout)
 
 
 class Present(Struct, frozen=True):
@@ -142,6 +143,8 @@ class View(Struct, frozen=True):
         round_began: when the last node of the plan's round began it, as far as this coordinator
             knows.
         jitter: which part of a backoff to wait, 0.5 to 1.
+        evicted: whether absent nodes may have been evicted, and be alive.
+        evict_tried_at: when that was last tried.
         unannounced: the plan is not in the store, and must be: the job that was there is over.
     """
 
@@ -159,6 +162,8 @@ class View(Struct, frozen=True):
     searching: bool = False
     round_began: float = 0.0
     jitter: float = 1.0
+    evicted: bool = False
+    evict_tried_at: float = -math.inf
     unannounced: bool = False
 
 
@@ -192,5 +197,11 @@ class Wait(Struct, frozen=True):
     until: float | None = None
 
 
-Step = Publish | Search | Wait
+class Evict(Struct, frozen=True):
+    """Remove the entries of these agents, if the store may fail to notice that they are gone."""
+
+    names: tuple[str, ...]
+
+
+Step = Publish | Search | Wait | Evict
 Decision = tuple[Step, str]

@@ -374,13 +374,20 @@ class Transactions:
 
     def get_before(self, start: bytes, revision: int = 1) -> Any:
         """Return the operation that reads the last key created before ``revision``; 1: of all."""
+        return self._get_one(start, self._rpc.RangeRequest.DESCEND, revision - 1)
+
+    def get_first(self, start: bytes) -> Any:
+        """Return the operation that reads the key that was created first."""
+        return self._get_one(start, self._rpc.RangeRequest.ASCEND, 0)
+
+    def _get_one(self, start: bytes, order: Any, newest: int) -> Any:
         request = self._rpc.RangeRequest(
             key=start,
             range_end=end_of(start),
             limit=1,
-            sort_order=self._rpc.RangeRequest.DESCEND,
+            sort_order=order,
             sort_target=self._rpc.RangeRequest.CREATE,
-            max_create_revision=revision - 1,
+            max_create_revision=newest,
         )
         return self._rpc.RequestOp(request_range=request)
 

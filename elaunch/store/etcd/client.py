@@ -114,6 +114,7 @@ class EtcdStore:
         self._members = EtcdMembers(txns, keys, self._watcher, self._news, leads=self._own.leads)
         self.latest, self.follow = self._plan.latest, self._plan.follow
         self.update, self.renew = self._own.update, self._own.renew
+        self.unsteady_leader, self.evict = self._own.unsteady_leader, self._own.evict
         self.members, self.changes = self._members.entries, self._members.changes
 
     @property

@@ -83,9 +83,9 @@ class Keys:
         """Return the key with which one agent is in line for leadership."""
         return self.candidates + quote(name, safe="").encode()
 
-    def name_of(self, key: bytes) -> str:
-        """Return whose record is at ``key``."""
-        return unquote(key[len(self.agents) :].decode())
+    def name_of(self, key: bytes, prefix: bytes = b"") -> str:
+        """Return whose record is at ``key``, or whose key with another ``prefix`` it is."""
+        return unquote(key[len(prefix or self.agents) :].decode())
 
 
 def every_job(prefix: str) -> bytes:

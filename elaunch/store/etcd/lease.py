@@ -21,6 +21,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ from elaunch.store.etcd.watch import Watch, Watcher
 log = logging.getLogger("elaunch")
 
 _MOVES = 3
-"""Changes of the leader, one soon after the other, that are no accident."""
+"""Changes of the leader, in so many lifetimes of a lease, that are no accident."""
+_EXTENSION = 1.0
+"""Seconds beyond its full time that each lease has under a new leader: etcd's election timeout."""
 _TRIES = 8
 """Writes of ours that may be applied late, one after the other, while one update is made."""
 
@@ -60,8 +63,10 @@ class Renewal:
         self._calls = calls
         self._lock = threading.Lock()
         self._stream: EtcdStream | None = None
-        self._term = self._moves = 0
-        self._moved_at = 0.0
+        self._term = 0
+        self._moves: deque[float] = deque(maxlen=_MOVES)
+        self._lifetime = 0.0
+        self._warned = False
 
     def renew(self, lease: int, seconds: float, budget: float) -> tuple[int, int]:
         """Renew the lease; return for how many seconds it holds, and the member's revision.
@@ -83,6 +88,11 @@ class Renewal:
 
         with self._lock:
             return self._calls.attempt(one, seconds, budget, anonymous=True)
+
+    def moved(self, times: int, lifetimes: int) -> bool:
+        """Return whether the leader has moved so many ``times`` in the last ``lifetimes``."""
+        since = time.monotonic() - lifetimes * self._lifetime
+        return len(self._moves) >= times and self._moves[-times] > since
 
     def close(self) -> None:
         """End the stream; a renewal that waits ends with it."""
@@ -108,25 +118,24 @@ class Renewal:
         if answer is None:
             self._calls.check_open()
             raise Refusal("failing", "the stream was ended")
-        self._note_term(int(answer.header.raft_term), float(answer.TTL))
+        self._note_term(int(answer.header.raft_term), float(answer.TTL) + _EXTENSION)
         return int(answer.TTL), int(answer.header.revision)
 
-    def _note_term(self, term: int, ttl: float) -> None:
+    def _note_term(self, term: int, lifetime: float) -> None:
         """Warn of a leader that moves within each lifetime of a lease: then none expires."""
-        if term == self._term:
+        if term <= self._term:  # less: a member that is behind
             return
-        now = time.monotonic()
-        quick = self._term != 0 and now - self._moved_at < ttl
-        self._term, self._moved_at = term, now
-        self._moves = self._moves + 1 if quick else 0
-        if self._moves == _MOVES:
+        if self._term:
+            self._moves.append(time.monotonic())
+        self._term, self._lifetime = term, lifetime
+        warned, self._warned = self._warned, self.moved(_MOVES, _MOVES)
+        if self._warned and not warned:
             log.warning(
-                "%s has changed its leader %d times, each within %g s: each leader renews the "
-                "entries of all nodes, so a node that is lost is not missed; check its disks and "
-                "network",
+                "%s has changed its leader %d times in %g s: each leader renews the entries of all "
+                "nodes, so a node that is lost is missed late; check its disks and network",
                 self._calls.cluster,
                 _MOVES,
-                ttl,
+                _MOVES * lifetime,
             )
 
     def _open(self, member: Member, metadata: Metadata) -> EtcdStream:
@@ -250,6 +259,30 @@ class OwnLease:
             with suppress(LeaseLost):
                 txns.revoke(own.lease)
         self._forget(own)
+
+    def unsteady_leader(self) -> str:
+        """Return who is first in line where an agent may have been evicted; see Store.
+
+        Each agent sees etcd's leader move at its own renewals: who evicts has seen several moves,
+        and each other agent one of them at least.
+        """
+        if not self._renewal.moved(1, _MOVES + 1):
+            return ""
+        keys = self._keys
+        found = self._txns.send([], [self._txns.get_first(keys.candidates)], []).found[0]
+        return keys.name_of(found[0].key, keys.candidates) if found else ""
+
+    def evict(self, name: str) -> bool:
+        """Revoke the lease of ``name``; see Store."""
+        line, txns = self._in_line, self._txns
+        if line is None or not self._renewal.moved(_MOVES, _MOVES):
+            return False
+        read = [txns.get(self._keys.agent(name))]
+        (found,) = txns.send([txns.created(*line)], read, []).found or ((),)
+        for kv in found:
+            with suppress(LeaseLost):  # it is gone already
+                txns.revoke(kv.lease)
+        return bool(found)
 
     def await_leadership(self, name: str, timeout: float) -> bool:
         """Wait until we are first in line; raises LeaseLost."""

@@ -89,6 +89,14 @@ class TcpStore:
         if entry is not None:
             self._job.ask(WithdrawEntry(entry))
 
+    def unsteady_leader(self) -> str:
+        """Return "": the host judges entries by its clock."""
+        return ""
+
+    def evict(self, name: str) -> bool:
+        """Return False: entries of agents that are gone expire."""
+        return False
+
     def members(self) -> Mapping[str, Lease]:
         """Return all entries with their ages."""
         found: dict[str, tuple[float, bytes]] = self._job.ask(ReadMembers())

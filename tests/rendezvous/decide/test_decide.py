@@ -18,6 +18,7 @@ from elaunch.rendezvous.decide.view import (
     Rules,
     Search,
     SearchResult,
+    Step,
     View,
     Wait,
 )
@@ -32,7 +33,7 @@ from elaunch.rendezvous.plan import (
 )
 from elaunch.rendezvous.text import UNACCUSED
 
-TWO = Rules(2, 2, max_restarts=3, remind=1e6)
+TWO = Rules(2, 2, max_restarts=3, remind=1e6, end_timeout=60.0)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
 HOSTS = Rules(1, 2, max_restarts=3, heartbeat_timeout=12.0, hosted_by_me=True, remind=1e6)
 OPEN = replace(TWO, remind=30.0)
@@ -94,7 +95,14 @@ ASKED = replace(RUNNING, phase="ending", cause="asked", reason="new data")
 SECOND = replace(RUNNING, round=1)
 GOES_ON = ("wait 600", "waiting for node1 (10.0.0.1), node2 (10.0.0.2) to start round 1")
 P3 = frozenset({"p3"})
-GONE2 = {"a2": Absent("expired", 99.0, RUN2.record)}
+
+
+def gone2(at: float) -> dict[str, Absent]:
+    """Return that node 2 was lost then."""
+    return {"a2": Absent("expired", at, RUN2.record)}
+
+
+GONE2 = gone2(99.0)
 
 
 def flapping(rounds: int, plan: Plan = LOST, host: str = "node2") -> Plan:
@@ -131,8 +139,8 @@ TABLE: dict[str, Row] = {
         *("wait None", ""),
     ),
     "a restart waits for all": (
-        *(TWO, ASKED, [END1, RUN2], {}),
-        *("wait 600", "waiting for node2 (10.0.0.2) to end round 0"),
+        *(TWO, ASKED, [END1, RUN2], {"phase_since": 95.0}),
+        *("wait 155", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "a restart is not counted": (
         *(SAVING, replace(ASKED, restarts=2), [END1, END2], {"search_result": SearchResult(CKPT)}),
@@ -392,7 +400,7 @@ TABLE: dict[str, Row] = {
     ),
     "which is not the end before all have ended": (
         *(TWO, ENDING, [failed(1), member(2, "running", 0, asks="drain")], {"phase_since": 95.0}),
-        *("wait 695", "waiting for node2 (10.0.0.2) to end round 0"),
+        *("wait 155", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "asked before the first round": (
         *(TWO, EMPTY, [member(1, asks="drain")], {}),
@@ -537,15 +545,43 @@ TABLE: dict[str, Row] = {
     ),
     # ── ending ──
     "one has not ended": (
-        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": 90.0}, "wait 690"),
+        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": 90.0}, "wait 150"),
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "and never does": (
         *(TWO, ENDING, [failed(1), RUN2], {"phase_since": -500.0}),
         *("over/failure/0/69 a1 a2", "node2 (10.0.0.2) did not end round 0 in 600 s"),
     ),
+    "and owes it for longer than it can take": (
+        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": 40.0}, "evict a2"),
+        "node2 (10.0.0.2) did not end round 0 in 60 s: evicted",
+    ),
+    "which is tried again where the entry stays": (
+        *(TWO, ENDING, [failed(1), RUN2], {"phase_since": 30.0, "evict_tried_at": 98.0}),
+        *("wait 101", "waiting for node2 (10.0.0.2) to end round 0"),
+    ),
+    "a coordinator that owes it is alive": (
+        *(TWO, ENDING, [RUN1, END2], {"phase_since": 30.0}, "wait 630"),
+        "waiting for node1 (10.0.0.1) to end round 0",
+    ),
+    "one that was evicted may have workers": (
+        *(ELASTIC, LOST, [END1], {"absent": GONE2, "evicted": True}, "wait 102"),
+        "",
+    ),
+    "then the store has to take a plan": (
+        *(ELASTIC, LOST, [END1], {"absent": gone2(96.0), "evicted": True, "published_at": 98.0}),
+        *("ending/lost/0/None a1 a2", "node2 was lost"),
+    ),
+    "after which there is one more fence": (
+        *(ELASTIC, LOST, [END1], {"absent": gone2(96.0), "evicted": True, "published_at": 99.0}),
+        *("wait 102", ""),
+    ),
+    "which is the last": (
+        *(ELASTIC, LOST, [END1], {"absent": gone2(94.0), "evicted": True, "published_at": 97.0}),
+        *("running//1/None a1", "node2 was lost; going on with 1 node, 8 workers"),
+    ),
     "one has not heard of the round": (
-        *(TWO, ENDING, [failed(1), member(2)], {"phase_since": 90.0}, "wait 690"),
+        *(TWO, ENDING, [failed(1), member(2)], {"phase_since": 90.0}, "wait 150"),
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
     "restart": (
@@ -588,7 +624,8 @@ TABLE: dict[str, Row] = {
         *("wait 110", "waiting for node2 (10.0.0.2) to end round 0"),
     ),
     "and now it is": (
-        *(OPEN, LOST, [END1, RUN2], {"phase_since": 10.0, "published_at": 70.0}),
+        *(OPEN, LOST, [END1, RUN2]),
+        {"phase_since": 10.0, "published_at": 70.0, "evict_tried_at": 99.0},
         "ending/lost/0/None a1 a2 waiting for node2 (10.0.0.2) to end round 0, for 60 s",
         "waiting for node2 (10.0.0.2) to end round 0",
     ),
@@ -634,7 +671,7 @@ def test_decision(row: Row) -> None:
     assert (told(step), said) == (expected, reason)
 
 
-def told(step: Publish | Search | Wait) -> str:
+def told(step: Step) -> str:
     """Return a step as the table has it."""
     if isinstance(step, Publish):
         plan = step.plan
@@ -647,7 +684,7 @@ def told(step: Publish | Search | Wait) -> str:
         return " ".join([head, *names, *left_out, *restarts, *waits]) + notice
     if isinstance(step, Wait):
         return f"wait {step.until if step.until is None else format(step.until, 'g')}"
-    return "search"
+    return "search" if isinstance(step, Search) else f"evict {' '.join(step.names)}"
 
 
 def test_a_search_knows_whom_the_round_will_have() -> None:

@@ -259,18 +259,33 @@ def retry_refused(store: EtcdStore) -> None:
 def test_a_leader_that_does_not_stay(
     three: Cluster, agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Entries never expire then: the agents say so once, not at a single change of the leader."""
-    agent = agents(three.place(), "n0")
+    """Entries never expire then: the agents say so once, not at a single change of the leader.
+
+    They can then evict each other.
+    """
+    agent, *others = (agents(three.place(), f"n{number}") for number in range(3))
+    assert agent.store.await_leadership("n0", 0.0)
+    for number, other in enumerate(others, 1):
+        assert not other.store.await_leadership(f"n{number}", 0.0)
     retry(lambda: agent.renewed)  # which tells it of the first leader
     for moves in range(5):
         said = [record.message for record in caplog.records if "its leader" in record.message]
-        assert len(said) == (moves >= 3)
+        assert agent.store.unsteady_leader() == ("n0" if moves >= 1 else "")
+        assert bool(said) == (moves >= 3)
+        assert moves >= 3 or not others[1].store.evict("n0")
         renewed = agent.renewed
         three.move_leader()
         retry(lambda before=renewed: agent.renewed > before + 1)
-    (text,) = [record.message for record in caplog.records if "its leader" in record.message]
-    assert "has changed its leader 3 times, each within 30 s" in text
-    assert agent.lost is None
+    told = [record.message for record in caplog.records if "its leader" in record.message]
+    assert len(told) == 3  # each agent once
+    assert "has changed its leader 3 times in 93 s" in told[0]
+    one, two = others
+    assert two.store.unsteady_leader() == "n0" and two.store.evict("n0")
+    retry(lambda: agent.lost)
+    assert two.store.unsteady_leader() == "n1" and two.store.evict("n1")
+    retry(lambda: one.lost)
+    assert two.store.await_leadership("n2", LONG) and two.lost is None
+    assert not one.store.evict("n2")  # it is no member any more
 
 
 @pytest.mark.slow
