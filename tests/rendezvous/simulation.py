@@ -231,7 +231,10 @@ class Simulation:
         return store
 
     def _hosts(self, name: str) -> bool:
-        return self.agents[int(name[1:].partition(".")[0])].rules.hosted_by_me
+        return self._agent(name).rules.hosted_by_me
+
+    def _agent(self, name: str) -> Agent:
+        return self.agents[int(name[1:].partition(".")[0])]
 
     def _on_publish(self, post: Post) -> None:
         plan = records.decode_plan(post, b"secret", "sim")
@@ -265,6 +268,8 @@ class Simulation:
     def _check_counts_on(self, plan: Plan) -> None:
         """Compare the plan with what agents say who have known the job in another store."""
         store = self.store
+        if self._agent(plan.coordinator).deaf:
+            return  # it does not hear them
         said = [(name, entry.value) for name, entry in store.entries.items()]
         if not self.hurt:  # else who said it may be gone before the host led again
             said += [(change.name, change.value) for change in store.log if change.value]
