@@ -18,6 +18,7 @@ from tests.cluster import Node
 from tests.launching import Running, freeze, wait_until
 
 CLIENT_PORT, PEER_PORT = 2379, 2380
+LITTLE_SPACE = ("--quota-backend-bytes", "2000000")
 
 
 @dataclass
@@ -34,11 +35,11 @@ class Member:
 
 
 class Etcd:
-    """A cluster of etcd; its processes end with the test."""
+    """A cluster of etcd with ``options``; its processes end with the test."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], options: Sequence[str] = ()) -> None:
         programs.needed("etcd", "etcdctl")
-        self._options: list[str] = []
+        self._options = options
         self._user: list[str] = []
         self._peers = ",".join(f"{n.name}=http://{n.address}:{PEER_PORT}" for n in nodes)
         self.members = [Member(node, self._start(node)) for node in nodes]
@@ -157,13 +158,9 @@ class Etcd:
         self.restart(member)
 
     def fill(self) -> None:
-        """Start the only member again with little space, and write until it takes no more."""
+        """Write until the only member, which has LITTLE_SPACE, takes no more."""
         (member,) = self.members
-        self._options = ["--quota-backend-bytes", "200000"]
-        self.kill(member)
-        self.restart(member)
-        self.leader()
-        while member.node.run(_etcdctl(member, "put", "junk", "x" * 50_000)).returncode == 0:
+        while member.node.run(_etcdctl(member, "put", "junk", "x" * 100_000)).returncode == 0:
             pass
 
     def freeze(self, member: Member) -> None:

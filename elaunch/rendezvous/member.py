@@ -32,6 +32,7 @@ from elaunch.errors import (
     StoreClosed,
     StoreDenied,
     StoreError,
+    StoreFull,
     StoreReplaced,
     StoreUnreachable,
 )
@@ -314,7 +315,7 @@ class MemberState:
     def _undone(self, what: What, problem: StoreError, now: float) -> list[StoreSilent]:
         """Note what the store did not do; workers that run need no more than our lease."""
         works = self._record is not None and self._record.state == "running"
-        spared = works and what != "plan" and isinstance(problem, StoreDenied)
+        spared = works and what != "plan" and isinstance(problem, StoreDenied | StoreFull)
         return self._overdue.refused(what, problem, now, needed=not spared)
 
     def _note_problem(self, problem: StoreError, now: float) -> None:

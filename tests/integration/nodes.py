@@ -43,12 +43,20 @@ class Job:
         backend: etcd, c10d or static.
         count: nodes for agents.
         members: of etcd.
+        options: of each of them.
 
     ``conf`` is --rdzv-conf. Where MAX nodes come they begin at once; the long ``settle`` is for a
     busy machine, where the second agent of ``--nnodes 1:2`` may need its time.
     """
 
-    def __init__(self, build: Build, backend: str, count: int, members: int = 1) -> None:
+    def __init__(
+        self,
+        build: Build,
+        backend: str,
+        count: int,
+        members: int = 1,
+        options: Sequence[str] = (),
+    ) -> None:
         self.backend = backend
         self.machines = build(count + (members if backend == "etcd" else 0))
         self.share = self.machines.directory / "share"
@@ -57,7 +65,7 @@ class Job:
         self.etcd: Etcd | None = None
         endpoint = "node1:29400"
         if backend == "etcd":
-            self.etcd = Etcd(self.machines.nodes[count:])
+            self.etcd = Etcd(self.machines.nodes[count:], options)
             endpoint = self.etcd.endpoint
         self.meeting = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}"]
         if backend == "static":

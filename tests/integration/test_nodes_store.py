@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.etcdnodes import LITTLE_SPACE
 from tests.integration.nodes import (
     DEADLINE,
     Build,
@@ -341,7 +342,7 @@ def test_etcd_loses_its_memory(cluster: Build, how: str) -> None:
 @pytest.mark.trial
 def test_etcd_is_full(cluster: Build) -> None:
     """Training goes on; once something has to be written, the agents name it, and end in time."""
-    job = Job(cluster, "etcd", 2)
+    job = Job(cluster, "etcd", 2, options=LITTLE_SPACE)
     job.conf["store_timeout"] = 4
     assert job.etcd is not None
     agents = job.pair(["--nnodes=2", "--max-restarts=1"], ["fail=1r0"])

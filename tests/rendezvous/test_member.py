@@ -6,7 +6,13 @@ import itertools
 
 import pytest
 
-from elaunch.errors import StoreDenied, StoreFull, StoreReplaced, StoreUnreachable
+from elaunch.errors import (
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreReplaced,
+    StoreUnreachable,
+)
 from elaunch.rendezvous import records
 from elaunch.rendezvous.decide.view import FENCE, Rules
 from elaunch.rendezvous.events import (
@@ -192,10 +198,10 @@ def test_records_that_cannot_be_read_are_not_waited_for_for_ever(answers: bool) 
     assert expected in told[-1].problem
 
 
-def test_workers_need_no_store_that_lets_their_agent_in() -> None:
+@pytest.mark.parametrize("refusal", [StoreDenied("no such password"), StoreFull("no space")])
+def test_workers_need_no_store_that_takes_records(refusal: StoreError) -> None:
     """The entry is renewed, and they run; the deadline begins when one of them has failed."""
     member = joined()
-    denied = StoreDenied("no such password")
     told, now, failed_at = list[Effect](), 0.0, 100.0
     while not (told and isinstance(told[-1], Failed)):
         now += 0.1
@@ -203,13 +209,16 @@ def test_workers_need_no_store_that_lets_their_agent_in() -> None:
         member.publish(NodeStatus("node1", "10.0.0.1", 4000, 1, state=state, round=0))
         task = member.next(now)
         if not isinstance(task, Idle):
-            refused = denied if isinstance(task, Update) else None
+            refused = refusal if isinstance(task, Update) else None
             told += [one for one in member.done(task, now, now, refused) if type(one) is not Fence]
-        told += member.unread("reading", denied, now)
+        if isinstance(refusal, StoreDenied):
+            told += member.unread("reading", refusal, now)
         assert now < failed_at + 40.0
     assert failed_at + 30.0 <= now
     assert [type(one) for one in told] == [StoreSilent, Failed]
-    assert str(told[0]).count("let this agent in again before then") == 1
+    assert str(told[0]).count("the job goes on until something has to be decided") == 1
+    again = "let this agent in again before then"
+    assert (again in str(told[0])) == isinstance(refusal, StoreDenied)
 
 
 @pytest.mark.parametrize(
