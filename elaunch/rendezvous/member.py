@@ -378,11 +378,9 @@ class MemberState:
     def _joined(self, task: Enrol, sent: float) -> list[Effect]:
         self.name = name = task.name
         self._moved = True
-        self.read("reading")
-        self.read("leading")
         self._written = task.seq
         self._rewrite_at = None
-        effects = self._keep(sent)
+        effects = [*self.read("reading"), *self.read("leading"), *self._keep(sent)]
         if self._ever_joined:
             self._cut_off = False
             effects.append(Rejoined(name))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from elaunch.errors import (
+    LeaseLost,
     StoreDenied,
     StoreError,
     StoreFull,
@@ -219,6 +220,17 @@ def test_workers_need_no_store_that_takes_records(refusal: StoreError) -> None:
     assert str(told[0]).count("the job goes on until something has to be decided") == 1
     again = "let this agent in again before then"
     assert (again in str(told[0])) == isinstance(refusal, StoreDenied)
+
+
+def test_an_agent_that_is_back_says_that_it_is_let_in() -> None:
+    """It was cut off while etcd refused to let it read; it joins again when it may."""
+    member = joined()
+    (silent,) = member.unread("reading", StoreDenied("no such password"), 0.1)
+    assert isinstance(silent, StoreSilent)
+    member.done(member.next(0.6), 0.6, 0.6, LeaseLost("it is gone"))
+    task = member.next(0.7)
+    assert isinstance(task, Enrol)
+    assert StoreBack("the store lets this agent in again") in member.done(task, 0.7, 0.7, None)
 
 
 @pytest.mark.parametrize(
