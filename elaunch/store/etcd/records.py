@@ -29,6 +29,9 @@ LEFT = b"\0left"
 _AGES_AT_ONCE = 64
 _LOOK_SECONDS = 5.0
 """How often an agent that waits for a plan looks whether etcd still lets it in."""
+_LOOK_BYTES = 32
+"""Bytes of one node in the list of nodes, about: a second passes for each between two looks of one
+agent, so that all agents together look once a second."""
 
 
 class EtcdMembers:
@@ -189,6 +192,7 @@ class EtcdPlan:
         self._begin = threading.Lock()
         self._watch: Watch | None = None
         self._newest: Post | None = None
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         self._replaced = False  # the plan was removed: whatever is posted next is news
         self._unsure: Post | None = None  # a post whose answer was lost
 
@@ -234,7 +238,7 @@ class EtcdPlan:
 
         Raises StoreDenied soon after etcd has ceased to let us in: its streams go on all the same.
         """
-        began = time.monotonic()
+        until = time.monotonic() + timeout
         self._txns.calls.check_open()
         self._begin_to_watch()
 
@@ -245,15 +249,18 @@ class EtcdPlan:
             self._replaced = False
             return newest
 
-        left = timeout
-        while (
-            found := self._watcher.wait(newer, time.monotonic(), min(left, _LOOK_SECONDS))
-        ) is None:
-            self._check_let_in()
-            left = began + timeout - time.monotonic()
-            if left <= 0:
+        while True:
+            now = time.monotonic()
+            found = self._watcher.wait(newer, now, min(until, self._look_at) - now)
+            if found is not None:
+                return found
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                self._check_let_in()
+                self._look_at = now + max(_LOOK_SECONDS, len(self._nodes) / _LOOK_BYTES)
+            if now >= until:
                 return None
-        return found
 
     def _check_let_in(self) -> None:
         """Raise StoreDenied if etcd does not let us in; one member's word is enough."""
