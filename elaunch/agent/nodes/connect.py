@@ -137,6 +137,7 @@ def _prepared(
         settings.run_id,
         group.advertise,
         key=_key_by_munge(settings.run_id, rendezvous, os.environ),
+        agents=settings.max_nodes,
     )
     opener.prepare()
     stack.callback(opener.close)

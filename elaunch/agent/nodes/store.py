@@ -89,6 +89,7 @@ class StoreOpener:
         run_id: of the job.
         publish: has a text hosted at the master's port (static, node 0).
         key: what settles a key by MUNGE, where that is to be and none was given.
+        agents: of the job, at most; the more, the less often each asks etcd whether it is let in.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class StoreOpener:
         run_id: str,
         publish: Callable[[str], None],
         key: MungeKey | None = None,
+        agents: int = 1,
     ) -> None:
+        self._look_period = max(5.0, agents)
         self._rendezvous = rendezvous
         self._run_id = run_id
         self._publish = publish
@@ -260,7 +263,9 @@ class StoreOpener:
         from elaunch.store.etcd.cluster import EtcdCluster
 
         settings = self._rendezvous
-        cluster = EtcdCluster(endpoints=settings.endpoints, **vars(settings.etcd))
+        cluster = EtcdCluster(
+            endpoints=settings.endpoints, look_period=self._look_period, **vars(settings.etcd)
+        )
         store = etcd.connect(cluster, self._run_id, deadline=seconds, history=self._history)
         self._settle_key(lambda key: key.agree(store), store)
         return store

@@ -22,7 +22,8 @@ class EtcdCluster:
     """One etcd: its members' client addresses, the prefix of our keys, how to get in.
 
     ``cacert`` means TLS; ``cert`` and ``key`` are our own, if etcd asks for one. ``call_timeout``
-    is how many seconds one member has for one answer.
+    is how many seconds one member has for one answer, ``look_period`` how often an agent that waits
+    for a plan looks whether etcd still lets it in.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -33,6 +34,7 @@ class EtcdCluster:
     cert: Path | None = None
     key: Path | None = None
     call_timeout: float = 1.0
+    look_period: float = 5.0
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -27,11 +27,8 @@ from elaunch.store.protocol import Change, Lease, Post
 
 LEFT = b"\0left"
 _AGES_AT_ONCE = 64
-_LOOK_SECONDS = 5.0
-"""How often an agent that waits for a plan looks whether etcd still lets it in."""
-_LOOK_BYTES = 32
-"""Bytes of one node in the list of nodes, about: a second passes for each between two looks of one
-agent, so that all agents together look once a second."""
+_LOOK_AGAIN = 5.0
+"""Seconds until an agent that etcd does not let in looks again."""
 
 
 class EtcdMembers:
@@ -192,7 +189,7 @@ class EtcdPlan:
         self._begin = threading.Lock()
         self._watch: Watch | None = None
         self._newest: Post | None = None
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._look_at = time.monotonic() + txns.calls.cluster.look_period
         self._replaced = False  # the plan was removed: whatever is posted next is news
         self._unsure: Post | None = None  # a post whose answer was lost
 
@@ -256,9 +253,9 @@ class EtcdPlan:
                 return found
             now = time.monotonic()
             if now >= self._look_at:
-                self._look_at = now + _LOOK_SECONDS
+                self._look_at = now + _LOOK_AGAIN  # if it raises
                 self._check_let_in()
-                self._look_at = now + max(_LOOK_SECONDS, len(self._nodes) / _LOOK_BYTES)
+                self._look_at = now + self._txns.calls.cluster.look_period
             if now >= until:
                 return None
 
