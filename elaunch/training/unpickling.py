@@ -36,6 +36,7 @@ Names = Mapping[Name, Any]
 _OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OLD_NAMES: Final = {"long": "int", "unicode": "str", "xrange": "range"}
 """Names of Python 2 that protocol 2 uses, which torch.save writes."""
+_GETATTR: Final = ("builtins", "getattr")
 _IMMUTABLE: Final = 1 << 8
 """Py_TPFLAGS_IMMUTABLETYPE."""
 
@@ -241,19 +242,33 @@ class _Member:
         return hash(self._real)
 
 
+class _EnumStandIn(_StandInType):
+    """The class of an enum's stand-in."""
+
+    def __call__(cls, *args: Any) -> Any:
+        return _Member(cls.real(*args))
+
+
+def _member(of: Any, name: Any) -> Any:
+    """Return a member by its name: Python 3.11.0 to 3.11.3 pickle it as a call of getattr."""
+    enum = of.real if isinstance(of, _EnumStandIn) else of
+    if not isinstance(enum, EnumMeta) or type(name) is not str or name not in enum.__members__:
+        raise PickleRefused("it calls getattr with what is no member of an enum")
+    return enum[name] if enum is of else _Member(enum[name])
+
+
 def _stand_in(real: Any) -> Any:
     """Return what a pickle gets for ``real``: itself where nobody can change that."""
     if isinstance(real, FunctionType):
         return lambda *args: real(*args)
-    if isinstance(real, EnumMeta):
-        return lambda value: _Member(real(value))
     if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
         return real
 
     def make(_: type, *args: Any) -> Any:
         return real.__new__(real, *args)
 
-    return _StandInType(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
+    kind = _EnumStandIn if isinstance(real, EnumMeta) else _StandInType
+    return kind(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
 
 
 class _Listed(pickle.Unpickler):
@@ -268,7 +283,7 @@ class _Listed(pickle.Unpickler):
         """Return what the pickle gets for a name."""
         key = _key(module, name)
         if key not in self._made:
-            self._made[key] = _stand_in(self._find(*key))
+            self._made[key] = _stand_in(_member if key == _GETATTR else self._find(*key))
         return self._made[key]
 
 
@@ -485,6 +500,8 @@ def _is_field(whole: Any, field: Any) -> bool:
 
 
 def _plain(module: str, name: str) -> Any:
+    if (module, name) == _GETATTR:
+        return _member
     if (module, name) == ("_codecs", "encode"):
         return _encode
     if (module, name) == ("torch.storage", "_load_from_bytes"):
