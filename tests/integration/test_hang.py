@@ -186,7 +186,9 @@ def test_auto_judges_a_rank_that_stops_early(elaunch: Launcher, before: str, sho
     what = "init_process_group" if before == "0" else f"all_?reduce #{before}"
     hang = failure(elaunch)["hang"]
     assert hang["ranks"] == [2]
-    assert re.search(rf"rank 2 has not entered {what}; ranks 0, 1, 3 wait there", done.stderr)
+    assert re.search(
+        rf"rank 2 has not entered {what}; ranks 0, 1, 3 have been waiting", done.stderr
+    )
 
 
 @pytest.mark.parametrize(
