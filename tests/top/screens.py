@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
 
-from textual.pilot import Pilot
+from textual.pilot import Pilot, WaitForScreenTimeout
 
 from tests.launching import Launcher
 
@@ -20,12 +21,27 @@ def drawn(pilot: Pilot[None]) -> str:
     return "\n".join(strip.crop(0, width).text for strip in strips[:height])
 
 
+async def press(pilot: Pilot[None], *keys: str) -> None:
+    """Press keys.
+
+    Textual then waits until each widget has answered, in vain for one that was replaced meanwhile.
+    """
+    with contextlib.suppress(WaitForScreenTimeout):
+        await pilot.press(*keys)
+
+
+async def settle(pilot: Pilot[None], delay: float | None = None) -> None:
+    """Wait as ``pilot.pause`` does, and as :func:`press` no longer than for what is still there."""
+    with contextlib.suppress(WaitForScreenTimeout):
+        await pilot.pause(delay)
+
+
 async def seen(pilot: Pilot[None], *texts: str) -> None:
     """Wait until all of it is on the screen."""
     until = time.monotonic() + SECONDS
     while not all(text in drawn(pilot) for text in texts):
         assert time.monotonic() < until, f"{texts} not in\n{drawn(pilot)}"
-        await pilot.pause(0.05)
+        await settle(pilot, 0.05)
 
 
 async def closed(pilot: Pilot[None]) -> None:
@@ -33,7 +49,7 @@ async def closed(pilot: Pilot[None]) -> None:
     until = time.monotonic() + SECONDS
     while len(pilot.app.screen_stack) > 1 or pilot.app.focused is None:
         assert time.monotonic() < until, drawn(pilot)
-        await pilot.pause(0.05)
+        await settle(pilot, 0.05)
 
 
 def run_json(elaunch: Launcher, run: str) -> Any:

@@ -30,7 +30,7 @@ from elaunch.top.pages import TopReader
 from elaunch.top.widgets import RowList
 from tests.dashboard.test_app import failed, made
 from tests.launching import Launcher
-from tests.top.screens import closed, drawn, run_json, seen
+from tests.top.screens import closed, drawn, press, run_json, seen, settle
 from tests.views.conftest import Play
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] 漢字\u202e\tend"
@@ -93,7 +93,7 @@ def test_a_failed_run_at_a_glance(
         assert "FAILED" in text and "loss of" in text
         assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
         assert "[bold red]" in text
-        await pilot.press("down", "down")
+        await press(pilot, "down", "down")
         await seen(pilot, "loss of 1", "line 49 of 1")
         assert "line 49 of 0" not in drawn(pilot)
 
@@ -121,12 +121,12 @@ def test_a_reading_while_the_screen_is_closed(
 
     async def act(pilot: Pilot[None]) -> None:
         if with_page:
-            await pilot.press("l")
+            await press(pilot, "l")
             await seen(pilot, "log of")
-            await pilot.press("escape", "l")
+            await press(pilot, "escape", "l")
         before, until = len(readings), time.monotonic() + 30
         while len(readings) < before + 10 and time.monotonic() < until:
-            await pilot.pause(0)
+            await settle(pilot, 0)
 
     drive(run, environ, SMALL, act)
 
@@ -136,28 +136,28 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
     """Enter on a rank is its log; / filters there and in the tree; Esc goes back."""
 
     async def act(pilot: Pilot[None]) -> None:
-        await pilot.press("slash", *"rank 0", "enter")
+        await press(pilot, "slash", *"rank 0", "enter")
         tree = pilot.app.screen_stack[0].query_one(RowList)
         assert [row.key for row in tree._rows] == [(), (0,), (0, 0)]
-        await pilot.press("escape", "end", "enter")
+        await press(pilot, "escape", "end", "enter")
         await seen(pilot, "log of rank 0", "loss of 0", "line 40 of 0")
-        await pilot.press("slash", *"line 7 ", "enter")
+        await press(pilot, "slash", *"line 7 ", "enter")
         await seen(pilot, "lines with 'line 7 '")
         await seen(pilot, "line 7 of 0")
         assert "line 40 of 0" not in drawn(pilot)
-        await pilot.press("escape", "w")
+        await press(pilot, "escape", "w")
         await seen(pilot, "why train-1", "rank 1 (local_rank 1) exited with code 7")
-        await pilot.press("m")
+        await press(pilot, "m")
         await seen(pilot, "metrics of train-1", "has reported nothing")
-        await pilot.press("s")
+        await press(pilot, "s")
         await seen(pilot, "stacks of train-1", "does not run")
-        await pilot.press("question_mark")
+        await press(pilot, "question_mark")
         await seen(pilot, "elaunch top RUN --json")
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await closed(pilot)
-        await pilot.press("home", "left")
+        await press(pilot, "home", "left")
         assert [row.key for row in tree._rows] == [()]
-        await pilot.press("right")
+        await press(pilot, "right")
         assert len(tree._rows) == 4
 
     drive(run, environ, SMALL, act)
@@ -175,9 +175,9 @@ def test_lines_that_are_read_before_the_screen_is_laid_out(
     monkeypatch.setattr(widgets, "in_thread", at_once)
 
     async def act(pilot: Pilot[None]) -> None:
-        await pilot.press("w")
+        await press(pilot, "w")
         await seen(pilot, "why train-1", "rank 1 (local_rank 1) exited with code 7")
-        await pilot.press("question_mark")
+        await press(pilot, "question_mark")
         await seen(pilot, "elaunch top RUN --json")
 
     drive(run, environ, SMALL, act)
@@ -192,7 +192,7 @@ def test_a_long_line_has_the_whole_width(
         log.write("w" * 150 + "\n")
 
     async def act(pilot: Pilot[None]) -> None:
-        await pilot.press("l")
+        await press(pilot, "l")
         await seen(pilot, "w" * 150)
 
     drive(run, environ, WIDE, act)
@@ -206,7 +206,7 @@ def test_an_agent_that_is_killed_meanwhile(play: Play, environ: dict[str, str]) 
     async def act(pilot: Pilot[None]) -> None:
         await seen(pilot, "RUNNING")
         agent.kill()
-        await pilot.press("r")
+        await press(pilot, "r")
         await seen(pilot, "LOST", "GONE")
 
     drive(agent.run, environ, SMALL, act)
@@ -229,11 +229,11 @@ def test_two_thousand_ranks(environ: dict[str, str], monkeypatch: pytest.MonkeyP
     async def act(pilot: Pilot[None]) -> None:
         tree = pilot.app.query_one(RowList)
         assert len(tree._rows) == 2 and "2000 ranks" in drawn(pilot)
-        await pilot.press("down", "enter", "end")
+        await press(pilot, "down", "enter", "end")
         assert tree.key == (0, 1999)
         await seen(pilot, "rank 1999")
         assert 0 < len(set(drawn_lines)) <= WIDE[1]
-        await pilot.press("slash", *"rank 1234", "enter")
+        await press(pilot, "slash", *"rank 1234", "enter")
         assert [row.name for row in tree._rows][-1] == "rank 1234"
 
     drive(run, environ, WIDE, act)
@@ -253,11 +253,11 @@ def test_no_digit_is_hidden_by_the_scroll_bar(
 
     async def act(pilot: Pilot[None]) -> None:
         tree = pilot.app.query_one(RowList)
-        await pilot.press("end")
+        await press(pilot, "end")
         await seen(pilot, "rank 63")
         assert tree.show_vertical_scrollbar
         pilot.app.screen.refresh(layout=True)
-        await pilot.pause()
+        await settle(pilot)
         lines = drawn(pilot).splitlines()
         ranks = [line for line in lines if re.match(r" *rank \d+ ", line)]
         assert len(ranks) > 9
@@ -275,7 +275,7 @@ def test_a_run_that_cannot_be_read(run: RunDir, environ: dict[str, str]) -> None
 
     async def act(pilot: Pilot[None]) -> None:
         await seen(pilot, "UNREADABLE", "state.json")
-        await pilot.press("w", "escape", "q")
+        await press(pilot, "w", "escape", "q")
 
     drive(run, environ, SMALL, act)
 
@@ -304,18 +304,18 @@ def test_a_job_that_runs(elaunch: Launcher, tmp_path: Path) -> None:
 
     async def act(pilot: Pilot[None]) -> None:
         await seen(pilot, "steps/s", "ETA", "rank 1")
-        await pilot.press("end", "l")
+        await press(pilot, "end", "l")
         await seen(pilot, "log of rank 1", "of rank 1")
         lines = len(pilot.app.screen.query_one(RichLog).lines)
         while len(pilot.app.screen.query_one(RichLog).lines) == lines:
-            await pilot.pause(0.1)
-        await pilot.press("s")
+            await settle(pilot, 0.1)
+        await press(pilot, "s")
         await seen(pilot, "s.py")
-        await pilot.press("m")
+        await press(pilot, "m")
         await seen(pilot, "training loss")
         stop.touch()
         await asyncio.to_thread(running.wait, 60)
-        await pilot.press("escape", "r")
+        await press(pilot, "escape", "r")
         await seen(pilot, "COMPLETED")
 
     drive(RunDir(Path(place["dir"])), elaunch.env, SMALL, act)
