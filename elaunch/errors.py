@@ -199,7 +199,7 @@ class CollectiveError(ScriptError, RuntimeError):
     """A call that all ranks make together was not completed.
 
     ``missing`` are the ranks that did not take part, as far as that is known; the text names their
-    hosts and what they did last. The channel is of no more use after it.
+    hosts and what they called last. The ranks are connected no more after it.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:

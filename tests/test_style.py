@@ -71,9 +71,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         ),
         "a measurement is of a span of time": ("runs.usage:measure_since",),
         "a person has asked for it": ("views.watch:pause", "extras.otlp:export"),
-        "the exit of the lost rank is to be the first": (
-            "training.channel.channel:RankChannel._fail",
-        ),
+        "the exit of the lost rank is to be the first": ("training.ranks:RankCalls._fail",),
     }.items()
     for place in places
 }
@@ -112,7 +110,7 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on",
     "elaunch.agent.hangs.lateness:Lateness._run": "top of a thread: logged, as are hangs",
     "elaunch.agent.status.record:RecordWriter._run": "logged, the loop's records are still written",
-    "elaunch.training.channel.objects:attempt": "what a user's object raises is the call's error",
+    "elaunch.training.values:attempt": "what a user's object raises is the call's error",
     "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",
     "elaunch.training.checkpoint.together:together": "whatever is raised in its block is "
     "sent to all ranks and raised there",

@@ -84,7 +84,7 @@ _OF_TESTS: Final = ("pytest",)
 
 _OF_SCRIPTS: Final = (
     "elaunch.training.context",
-    "elaunch.training.channel.channel",
+    "elaunch.training.ranks",
     "elaunch.training.checkpoint.context",
     "elaunch.checkpoint.storage.posix",
     "google_crc32c",

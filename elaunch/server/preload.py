@@ -72,7 +72,7 @@ COMPILING = (COMPILER, "torch.utils.cpp_extension", "torch._dynamo.backends.indu
 SAVING = (
     "torch.distributed.checkpoint",
     "elaunch.training.context",
-    "elaunch.training.channel.channel",
+    "elaunch.training.ranks",
     "elaunch.training.checkpoint.context",
     "elaunch.training.checkpoint.load",
     "elaunch.training.checkpoint.save",

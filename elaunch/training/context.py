@@ -190,7 +190,7 @@ class Context:
             log.error("%s", error)  # the script's own error is what it ends with
 
     def _leave(self) -> None:
-        """Close the channel; after an error only the end of the process does.
+        """Let the other ranks go on alone; after an error only the end of the process does.
 
         A rank that waits for this one sees by that that it is lost. If it saw that earlier, it
         might end before this process has, and would be taken for the cause.

@@ -1,7 +1,7 @@
 """Collectives of objects between the ranks of a job: allgather, gather, broadcast, barrier.
 
 The names are Determined's. Objects are whatever pickle takes. Those of ranks that are known to be
-of this job are unpickled; of others only what is harmless (elaunch.training.channel).
+of this job are unpickled; of others only what is harmless (elaunch.training.ranks).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
-    from elaunch.training.channel.channel import RankChannel
+    from elaunch.training.ranks import RankCalls
 
 INIT: Final = "elaunch.init()"
 """Names the calls that it makes."""
@@ -47,18 +47,17 @@ class DistributedContext:
     those by all ranks of the node. It blocks until all of them have made it, at most ``timeout``
     seconds (None: 600). One thread of each rank makes them.
 
-    An object is anything that pickle takes. Where the ranks are on several nodes and share no key
-    (``--rdzv-secret-file``, or ELAUNCH_CHANNEL_KEY under other launchers), anybody who reaches the
-    round's store could be among them: plain values, arrays and tensors are then received, and
-    objects of classes that the receiver's own object is made of, or that were named to
-    ``torch.serialization.add_safe_globals``. Arrays of numpy and dense tensors on the CPU are
-    received without a copy, writable, and a change to them is seen nowhere else; an array that is
-    read-only is so for its receivers. A rank's own object comes back as it is.
+    An object is anything that pickle takes, up to 8 MB: torch.distributed is for what is larger.
+    Where the ranks are on several nodes and share no key (``--rdzv-secret-file``, or
+    ELAUNCH_CHANNEL_KEY under other launchers), anybody who reaches the round's store could be among
+    them: plain values, arrays and tensors are then received, and objects of classes that the
+    receiver's own object is made of, or that were named to
+    ``torch.serialization.add_safe_globals``. A rank's own object comes back as it is.
 
     Calls raise CollectiveTimeout that names the ranks that have not come, their hosts and what they
     did last; PeerLost when a rank has ended; CollectiveError when ranks call different things, and
-    when an object cannot be pickled or unpickled. After the first three the ranks are connected no
-    more: every later call raises the same.
+    when an object cannot be pickled or unpickled; ContextError when one is too large. After the
+    first three the ranks are connected no more: every later call raises the same.
 
     Args:
         rank: 0 to ``size - 1``.
@@ -158,7 +157,7 @@ class DistributedContext:
         self.round_store = RoundStore(placement)
         self.timeout = TIMEOUT_S
         self._node_addrs: tuple[str, ...] | None = None
-        self._channel: RankChannel | None = None
+        self._calls: RankCalls | None = None
         self._page: ProgressPage | None = None
         self._own_page: ProgressPage | None = None
         self._alone = 0
@@ -195,10 +194,10 @@ class DistributedContext:
         Any rank may ask; the first time the round's store is read. Raises CollectiveError where it
         does not answer.
         """
-        if self._channel is None:
+        if self._calls is None or self.cross_size == 1:
             return (self.placement.addr or "127.0.0.1",)
         if self._node_addrs is None:
-            self._node_addrs = self._channel.node_addrs()
+            self._node_addrs = self._calls.node_addrs()
         return self._node_addrs
 
     def get_rank(self) -> int:
@@ -302,16 +301,16 @@ class DistributedContext:
         Any rank may call it alone, from any thread. Blocks until ``until`` on the monotonic clock
         at the longest: ranks answer at once, whatever their script is in, unless they are gone.
         """
-        if self._channel is None:
+        if self._calls is None:
             return [f"rank {rank}: not met yet" for rank in ranks]
-        return self._channel.describe(ranks, until)
+        return self._calls.describe(ranks, until)
 
     def close(self) -> None:
         """End this rank's connections; each rank may by itself, also twice; it does not block."""
         self._closed = True
         _open.discard(self)
-        if self._channel is not None:
-            self._channel.close()
+        if self._calls is not None:
+            self._calls.close()
         self.round_store.close()
         self.store.close()
         if self._own_page is not None:
@@ -323,26 +322,31 @@ class DistributedContext:
 
     def _open(self, page: ProgressPage) -> None:
         _at_exit()
-        from elaunch.training.channel.channel import RankChannel  # one rank alone does without
+        from elaunch.training.ranks import RankCalls  # one rank alone does without
 
-        channel = RankChannel(self.placement, self.round_store, page)
+        calls = RankCalls(self.placement, self.round_store, page)
         try:
-            channel.open(time.monotonic() + self.timeout)
+            calls.open(time.monotonic() + self.timeout)
         except BaseException:
             self.close()
             raise
-        self._channel = channel
+        self._calls = calls
         _open.add(self)
 
     def _call(self, scope: str, name: str, obj: Any, timeout: float | None) -> list[Any] | None:
         seconds = self.seconds(timeout)
-        if not self._opened or self._closed:
-            self.open()
-        if self._channel is None or (scope == "local" and self.local_size == 1):
+        calls = self._joined(scope)
+        if calls is None:
             self._alone += 1
             self.note(f"{name} #{self._alone}")
             return None
-        return self._channel.call(scope, name, obj, seconds, self._purpose)
+        return calls.call(scope, name, obj, seconds, self._purpose)
+
+    def _joined(self, scope: str) -> RankCalls | None:
+        """Return what makes calls of a scope, once the ranks have met; None for one rank alone."""
+        if not self._opened or self._closed:
+            self.open()
+        return None if scope == "local" and self.local_size == 1 else self._calls
 
 
 def for_purpose(distributed: DistributedContext, purpose: str) -> DistributedContext:
@@ -373,6 +377,27 @@ def deliver(
     return found[0] if found else None
 
 
+def agree_on(
+    distributed: DistributedContext,
+    payload: Any,
+    problem: dict[str, Any] | None,
+    remark: str,
+    timeout: float | None,
+    *,
+    everyone: bool,
+    purpose: str,
+) -> tuple[list[Any], dict[int, dict[str, Any]]]:
+    """Return rank 0's payload, or ``everyone``'s, and by rank what problems there are.
+
+    ALL ranks call it together; see RankCalls.agree.
+    """
+    seconds = distributed.seconds(timeout)
+    calls = distributed._joined("all")
+    if calls is None:
+        return [payload], {} if problem is None else {0: problem}
+    return calls.agree(payload, problem, remark, seconds, everyone=everyone, purpose=purpose)
+
+
 def checked_timeout(timeout: float) -> float:
     """Return the seconds that a script gave; raise ContextError for what are none."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -393,8 +418,12 @@ def _at_exit() -> None:
 
 
 def leave_to_the_end(context: DistributedContext) -> None:
-    """Let nothing but the end of this process close the context's connections."""
-    _open.discard(context)
+    """Have the others learn nothing of this rank's end before its process ends.
+
+    Nor then, where the launcher ends them for it.
+    """
+    if context.placement.launcher not in ("slurm", "explicit"):
+        _open.discard(context)
 
 
 def _close_all() -> None:

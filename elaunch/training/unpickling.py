@@ -393,9 +393,9 @@ class Careful(_InPython):  # type: ignore[misc]
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def load_careful(data: Any, also: Names | None = None, buffers: Any = None) -> Any:
+def load_careful(data: Any, also: Names | None = None) -> Any:
     """Return what is pickled in ``data``, as :class:`Careful` reads it; raises what it raises."""
-    return Careful(io.BytesIO(data), also=also, buffers=buffers).load()
+    return Careful(io.BytesIO(data), also=also).load()
 
 
 def _may_be_called(called: Any, args: Any) -> bool:

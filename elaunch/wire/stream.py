@@ -1,4 +1,4 @@
-"""Connections between the processes of one job that run apart: ranks, and the agents of nodes.
+"""Connections between the agents of the nodes of one job.
 
 A side that listens has a :class:`StreamListener`, one that connects uses :func:`dial`. Before any
 other message both prove that they belong to one job::
@@ -7,9 +7,8 @@ other message both prove that they belong to one job::
     listening side     32 random bytes, proof("listens", both randoms, its rank)
     connecting side    purpose, its rank, proof("connects", both randoms, purpose, its rank)
 
-Ranks do so (elaunch.training.channel), and agents (elaunch.agent.peers.peers), whose "rank" is the
-port that they listen on; ranks of one machine by Unix sockets, all others by TCP. A proof is
-HMAC-SHA256 under a key that only the job's processes know (derived anew for each context).
+Agents do so (elaunch.agent.peers.peers); their "rank" is the port that they listen on. A proof is
+HMAC-SHA256 under a key that only the job's processes know.
 Everything has a fixed length, so an unauthenticated process can make the other side keep 40 bytes,
 for a few seconds; it learns nothing, and its connection is closed. Later messages are not
 encrypted.
@@ -31,7 +30,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 from elaunch.store.tcp import connection
 from elaunch.text import host_port
-from elaunch.wire.local import peer_uid
 
 HELLO: Final = b"elnchan1"
 NONCE: Final = 32
@@ -49,8 +47,6 @@ AGAIN_S: Final = 0.05
 JOIN_S: Final = 5.0
 CLOSING: Final = _WHO.size + PROOF
 
-LINK: Final = b"link"
-ASK: Final = b"ask?"
 PEER: Final = b"peer"
 
 
@@ -124,8 +120,7 @@ class StreamListener:
     """Accepts connections in a thread of its own, and hands on those whose handshake is complete.
 
     A handshake costs 40 bytes for ``patience`` seconds at most; where there are MOST_UNPROVED, the
-    one that came first is dropped for the next. On Unix sockets only this user's processes and
-    root's are let in.
+    one that came first is dropped for the next.
 
     Args:
         name: of the thread.
@@ -178,11 +173,6 @@ class StreamListener:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
-    def forked(self) -> None:
-        """Free every descriptor in a process that was forked: the thread is not in it."""
-        self._lock = threading.RLock()
-        self._free()
-
     def _run(self) -> None:
         while not self._closing:
             now = time.monotonic()
@@ -217,7 +207,7 @@ class StreamListener:
         except OSError:
             self._pause = time.monotonic() + PAUSE_S
             return
-        if not self.key or not _is_known_user(sock):
+        if not self.key:
             sock.close()
             return
         sock.setblocking(False)
@@ -276,19 +266,16 @@ class Unreached(Exception):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process listens: an abstract Unix socket of this machine, or a TCP port."""
+    """The TCP port that a process listens on."""
 
-    host: str = ""
-    port: int = 0
-    unix: str = ""
+    host: str
+    port: int
 
     def __str__(self) -> str:
-        return "its Unix socket" if self.unix else host_port(self.host, self.port)
+        return host_port(self.host, self.port)
 
     def addresses(self, until: float) -> list[tuple[int, Any]]:
         """Return the families and addresses to connect to; raises OSError."""
-        if self.unix:
-            return [(socket.AF_UNIX, f"\0{self.unix}")]
         return list(connection.resolve(self.host, self.port, until))
 
 
@@ -341,8 +328,6 @@ def _dial_once(
         try:
             sock.settimeout(max(0.001, share))
             sock.connect(address)
-            if not _is_known_user(sock):
-                raise Unauthenticated("another user's process listens there")
             call_up(sock, key(), rank, caller, until)
         except OSError as error:
             sock.close()
@@ -350,13 +335,6 @@ def _dial_once(
             continue
         return sock
     raise why
-
-
-def _is_known_user(sock: socket.socket) -> bool:
-    """Return whether a process of this user, or root's, is at the other end; TCP cannot tell."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    return peer_uid(sock) in (0, os.getuid())
 
 
 def call_up(sock: socket.socket, key: bytes, rank: int, caller: Caller, until: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 from elaunch.errors import ContextError, PlacementError
 from elaunch.training.distributed import DistributedContext
 from tests.launching import free_port
-from tests.training.channelrig import PATIENCE, ROOT, Processes, StoreHost, in_threads
+from tests.training.rankrig import PATIENCE, ROOT, Processes, StoreHost, in_threads
 
 Start = Callable[..., Processes]
 
@@ -62,10 +62,10 @@ say(sorted({"torch", "numpy", "asyncio", "multiprocessing"} & set(sys.modules)))
 
 
 @pytest.mark.slow
-def test_a_blob_of_64_mb_arrives(start: Start) -> None:
+def test_a_blob_of_7_mb_arrives(start: Start) -> None:
     """Whole, from every rank to every rank."""
     script = """
-blob = os.urandom(1 << 20) * 64
+blob = os.urandom(1 << 20) * 7
 import hashlib
 sums = ctx.allgather(hashlib.sha256(blob).digest())
 found = ctx.allgather(blob)
@@ -79,7 +79,7 @@ say("ok")
 def test_a_rank_killed_in_the_middle_of_a_large_call_is_named_at_once(start: Start) -> None:
     """Not at the deadline, which is minutes away."""
     script = """
-blob = b"x" * (64 << 20)
+blob = b"x" * (4 << 20)
 ctx.barrier()
 if ctx.rank == 2:
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -118,8 +118,8 @@ except PeerLost as error:
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_does_not_answer_and_is_said_not_to(start: Start) -> None:
-    """SIGSTOP stops the listener's thread too."""
+def test_a_frozen_rank_is_said_to_be_stopped(start: Start) -> None:
+    """Its machine knows it."""
     script = """
 ctx.barrier()
 say("met")
@@ -136,7 +136,7 @@ except CollectiveTimeout as error:
     for rank in (0, 2):
         code, said, problems = processes.ends(rank)
         assert (code, problems) == (0, "")
-        assert "(1,)" in said and "does not answer" in said
+        assert "(1,)" in said and "is stopped" in said
 
 
 @pytest.mark.slow

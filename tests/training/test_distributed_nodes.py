@@ -71,7 +71,7 @@ say("ok")
 def test_three_machines_of_two(
     cluster: Callable[[int], Cluster], start: Callable[..., list[Running]]
 ) -> None:
-    """Over TCP between the nodes, by Unix sockets within."""
+    """Over the store of one of them."""
     for running in start(cluster(3), 2, TALK):
         done = running.wait()
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
@@ -117,7 +117,7 @@ ctx.allgather(b"x" * (1 << 20), timeout=2)
     for rank, running in enumerate(ranks):
         said = running.wait().stdout
         assert f"CollectiveTimeout ({1 - rank},) allgather #2" in said
-        assert f"rank {1 - rank} (host node{2 - rank}, " in said and "does not answer" in said
+        assert f"rank {1 - rank} (host node{2 - rank}, " in said
 
 
 @pytest.mark.trial
@@ -129,7 +129,7 @@ def test_a_machine_that_loses_power_in_a_large_call(
 ctx.barrier()
 say("met")
 while True:
-    ctx.allgather(b"x" * (16 << 20), timeout=5)
+    ctx.allgather(b"x" * (4 << 20), timeout=5)
 """
     nodes = cluster(3)
     ranks = start(nodes, 1, script)

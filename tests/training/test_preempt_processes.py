@@ -103,7 +103,7 @@ def test_preemptions_at_random_moments_stop_at_the_same_call(store: int, trial: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signum", "told"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "does not answer")]
+    ("signum", "told"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")]
 )
 def test_a_rank_that_is_gone_is_named(store: int, signum: signal.Signals, told: str) -> None:
     """Whether it was killed or stopped before it heard of the notice."""

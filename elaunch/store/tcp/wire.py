@@ -10,7 +10,8 @@ get            3     key                                              value; emp
                                                                       (without libuv: none)
 add            4     key, i64                                         i64: the sum
 wait           6     u64 1, key                                       byte 0 once the key exists
-multi_set      11    u64 n, n keys, each with its value               none
+delete         8     key                                              i64: how many keys it was
+append         9     key, value                                       none
 cancel_wait    12    nothing                                          byte 1
 ping           13    u32                                              the same u32
 =============  ====  ===============================================  ===========================
@@ -33,7 +34,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 LONGEST = 8 * 1024 * 1024
 """Bytes in a value that TCPStore still accepts."""
@@ -79,15 +80,19 @@ def put(key: str, value: bytes) -> bytes:
     return b"\x01" + _key(key) + sized(value)
 
 
-def multi_put(pairs: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return a request to set several keys; no reply."""
-    body = b"".join(_key(key) + sized(value) for key, value in pairs)
-    return b"\x0b" + _U64.pack(len(pairs)) + body
-
-
 def compare_set(key: str, expected: bytes, value: bytes) -> bytes:
     """Return a request to set ``key`` if it is ``expected``; the reply is what it then is."""
     return b"\x02" + _key(key) + sized(expected) + sized(value)
+
+
+def append(key: str, value: bytes) -> bytes:
+    """Return a request to add to the end of a value; no reply."""
+    return b"\x09" + _key(key) + sized(value)
+
+
+def delete(key: str) -> bytes:
+    """Return a request to forget ``key``; the reply is an integer."""
+    return b"\x08" + _key(key)
 
 
 def get(key: str) -> bytes:
@@ -154,10 +159,10 @@ class Connection:
         self.send([request], until)
         return self.value(until)
 
-    def value(self, until: float) -> bytes:
+    def value(self, until: float, longest: int = LONGEST) -> bytes:
         """Read a value."""
         (length,) = _U64.unpack(self.read(8, until))
-        if length > LONGEST + 1:
+        if length > longest + 1:
             raise ForeignAnswer(f"something that is no TCPStore sent a length of {length}")
         return self.read(length, until)
 

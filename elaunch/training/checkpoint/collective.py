@@ -81,7 +81,7 @@ def begin(call: CallContext, request: SaveRequest) -> Stage:
     metadata cannot be, if the checkpoint is there already, or if some rank cannot write.
     """
     what = request.what
-    with together(call.distributed, what, request.timeout) as step:
+    with together(call.distributed, what, request.timeout, everyone=True) as step:
         if call.known.read_only is not None:
             raise call.known.read_only
         check_request(request)
@@ -115,7 +115,8 @@ def finish(
     and returns its manifest. Raises as :func:`save_together`; the stage is gone then.
     """
     try:
-        with together(call.distributed, writing(request, stage), request.timeout) as step:
+        about = call.distributed, writing(request, stage), request.timeout
+        with together(*about, everyone=call.local) as step:
             with _naming_room(call, request.size):
                 manifest = write()
             step.sent = (call.distributed.cross_rank, manifest) if call.local else None
@@ -333,10 +334,10 @@ def _save_once(
 def _make_room(call: CallContext, request: SaveRequest) -> bool:
     """Have rank 0 remove what may go; return on all ranks whether anything went."""
     what, timeout = f"{request.what}, making room", request.timeout
-    with together(call.distributed, what, timeout) as step:
+    with together(call.distributed, what, timeout, everyone=True) as step:
         step.sent = request.size
     needed = sum(step.received)
-    with together(call.distributed, what, timeout) as step:
+    with together(call.distributed, what, timeout, everyone=True) as step:
         if call.acts:
             newest = call.known.newest
             needed = max(needed, 0 if newest is None else newest.size)

@@ -107,7 +107,7 @@ def await_saver(
     while True:
         with (
             call.awaiting(seconds),
-            together(call.distributed, "wait", seconds + LONGER_S) as step,
+            together(call.distributed, "wait", seconds + LONGER_S, everyone=True) as step,
         ):
             check()
             step.sent = _waited(saver, alone(seconds, timeout), patient=timeout is None)

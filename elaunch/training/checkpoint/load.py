@@ -135,7 +135,7 @@ class _Loading:
         names = [stored.FILE] if self._call.rank == 0 else []
         # With as many ranks as have saved, most of what one reads lies in the shard of its number.
         as_saved = self._found.world_size == self._call.distributed.size
-        with self._together() as step:
+        with self._together(everyone=True) as step:
             more = [image.data_file(self._call.rank)] if as_saved else []
             step.sent = self._recalled(names, more)
         self._open(step)
@@ -150,13 +150,13 @@ class _Loading:
         self, state: Mapping[str, Any], content: bytes, strict: bool
     ) -> tuple[FlatState, reading.Reads]:
         """Return the leaves to be loaded, and where they are; ``content`` is ``.metadata``."""
-        with self._together() as step:
+        with self._together(everyone=True) as step:
             own = Stored(stored.read(content, self._found.place), self._call.distributed.size)
             flat = flatten.flatten(state, self._call.rank, own)
             taken = frozenset(flat.leaves) | own.claimed
             step.sent = _fit(flat, own, taken, strict)
         self._check(step.received, taken, own, strict)
-        with self._together() as step:
+        with self._together(everyone=True) as step:
             for key in [key for key in flat.leaves if key not in own.keys]:
                 del flat.leaves[key]
             leaves = flat.leaves.values()
@@ -235,9 +235,9 @@ class _Loading:
                 "is missing there stays as it is here, and what is only there is left out"
             )
 
-    def _together(self) -> contextlib.AbstractContextManager[Step]:
-        what = f"{WHAT} {self._found.name}"
-        return together(self._call.distributed, what, self._timeout, CheckpointError)
+    def _together(self, *, everyone: bool = False) -> contextlib.AbstractContextManager[Step]:
+        about = self._call.distributed, f"{WHAT} {self._found.name}", self._timeout
+        return together(*about, CheckpointError, everyone=everyone)
 
 
 def _bits(keys: Sequence[str], some: Collection[str]) -> int:

@@ -41,7 +41,7 @@ from elaunch.training.checkpoint.callcontext import CallContext
 from elaunch.training.checkpoint.together import CHECKPOINT, Step, guarded, together
 from elaunch.training.distributed import deliver, for_purpose
 
-PIECE: Final = 16 << 20
+PIECE: Final = 4 << 20
 """Bytes of a file that travel at once."""
 _PAIR: Final = (layout.METADATA, layout.COMMIT)
 WHAT: Final = "looking for what the nodes have of a checkpoint"
@@ -197,7 +197,7 @@ def _from_chiefs(
     call: CallContext, work: Callable[[Path], Any], timeout: float | None
 ) -> list[Any]:
     """Return what ``work`` returns on each node's first rank, by rank; None for the others."""
-    with _step(call, timeout) as step:
+    with together(call.distributed, WHAT, timeout, CheckpointError, everyone=True) as step:
         step.sent = work(_root(call)) if call.is_node_chief else None
     return step.received
 

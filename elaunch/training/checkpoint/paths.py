@@ -75,7 +75,7 @@ def commit_path(call: CallContext, path: str | os.PathLike[str], request: SaveRe
 
     Raises SaveError, on all ranks, and leaves the files where they are.
     """
-    with together(call.distributed, request.what, request.timeout) as step:
+    with together(call.distributed, request.what, request.timeout, everyone=True) as step:
         check_request(request)
         source = Path(path).absolute()
         stage = call.known.staged.get(str(source))
@@ -163,7 +163,7 @@ def _leads(call: CallContext, source: Path, request: SaveRequest) -> bool:
     that finds nothing there has nothing to list.
     """
     what = f"{request.what}, looking at what was written"
-    with together(call.distributed, what, request.timeout) as step:
+    with together(call.distributed, what, request.timeout, everyone=True) as step:
         step.sent = mine = (str(source), source.exists(), uuid.uuid4().hex)
     found = step.received
     if not any(exists for _, exists, _ in found):
@@ -171,13 +171,13 @@ def _leads(call: CallContext, source: Path, request: SaveRequest) -> bool:
     first = next((rank for rank, each in enumerate(found) if each[:2] == (mine[0], True)), None)
     mark, left, sees = None, False, False
     try:
-        with together(call.distributed, what, request.timeout) as step:
+        with together(call.distributed, what, request.timeout, everyone=True) as step:
             if first is not None:
                 above = source if source.is_dir() else source.parent
                 mark = above / f"{TEMPORARY}{found[first][2]}"
             step.sent = left = mark is not None and first == call.rank and _left(mark)
         marked = any(step.received)
-        with together(call.distributed, what, request.timeout) as step:
+        with together(call.distributed, what, request.timeout, everyone=True) as step:
             sees = marked and mark is not None and mine[1] and _sees(mark)
             step.sent = view = (mine[0], call.distributed.cross_rank, mine[1], sees)
         views = step.received

@@ -215,7 +215,8 @@ def _asked(call: CallContext, wanted: Wanted) -> str:
 
 def _chosen(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
-    with together(call.distributed, wanted.what, wanted.timeout, CheckpointError) as step:
+    about = call.distributed, wanted.what, wanted.timeout, CheckpointError
+    with together(*about, everyone=True) as step:
         wanted.check()
         name = _asked(call, wanted)
         step.sent = (name, _named(call, name) if call.rank == 0 else None)
@@ -234,7 +235,8 @@ def _chosen(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed |
 def _latest_of_all(call: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
     timeout = wanted.timeout
-    with together(call.distributed, wanted.what, timeout, CheckpointError) as step:
+    about = call.distributed, wanted.what, timeout, CheckpointError
+    with together(*about, everyone=True) as step:
         wanted.check()
         step.sent = (None, _latest(call) if call.rank == 0 else None)
     _check_asked(wanted.what, [asked for asked, _ in step.received])

@@ -255,7 +255,7 @@ def _offered(
     try:
         with (
             _waiting(call, cache, waits, seconds),
-            together(call.distributed, request.what, seconds + LONGER_S) as step,
+            together(call.distributed, request.what, seconds + LONGER_S, everyone=True) as step,
         ):
             ready = _prepared(call, cache, state, request)
             step.sent = dataclasses.replace(ready.offer, block=block)
@@ -369,7 +369,7 @@ def _planned(
     known, summed = ready.known, [offer.digests for offer in offers]
     if known is None or any(offer.plan != known.plan.number for offer in offers):
         known = _planned_anew(call, cache, ready, timeout)
-        with together(distributed, f"{request.what}, comparing", timeout) as step:
+        with together(distributed, f"{request.what}, comparing", timeout, everyone=True) as step:
             digests = _digests(ready.flat, ready.packed, known, call.rank)
             step.sent = known.plan.compared.summed(call.rank, digests)
         summed = step.received
@@ -380,7 +380,7 @@ def _planned(
     known.sent = ready.lengths
     if not known.plan.compared.are_equal(summed):
         own = (leaf.value for leaf in ready.flat.leaves.values() if not leaf.is_tensor)
-        with together(distributed, f"{request.what}, comparing", timeout) as step:
+        with together(distributed, f"{request.what}, comparing", timeout, everyone=True) as step:
             step.sent = _digests(ready.flat, ready.packed, known, call.rank)
         every = step.received
         compare.settle(

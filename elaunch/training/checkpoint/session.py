@@ -128,7 +128,7 @@ class CheckpointSession:
             step.sent = self._begun()
         self._owner = step.received[0]
         where.check_shared(self.distributed, self.storage, self.local, timeout)
-        with together(self.distributed, what, timeout) as step:
+        with together(self.distributed, what, timeout, everyone=True) as step:
             made = self._call or self._made(self._owner)
             if self.distributed.rank == 0 and not (self.by_agent or self.local):
                 self._note_finished(made)

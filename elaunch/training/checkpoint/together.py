@@ -1,10 +1,10 @@
-"""An error of one rank is an error of all: every step of a save or a load ends with one allgather.
+"""An error of one rank is an error of all: every step of a save or a load ends with a call of all.
 
-Each rank does its share of a step in a block of ``with together(…) as step``. At the end it sends
-whether it has a problem, and what the others need of it (``step.sent``). If any rank has a problem,
-all of them raise, with the same text, and the ranks are still in step: the next call works. The
-allgather itself reports a rank that does not come (CollectiveTimeout, PeerLost); then the ranks are
-connected no more.
+Each rank does its share of a step in a block of ``with together(…) as step``. At the end it reports
+its problem, if it has one; all get the problems and what rank 0 has for them (``step.sent``), or
+what everyone has. If any rank has a problem, all of them raise, with the same text, and the ranks
+are still in step: the next call works. The call itself reports a rank that does not come
+(CollectiveTimeout, PeerLost); then the ranks are connected no more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,9 +25,10 @@ from elaunch.errors import (
     ContextError,
     DamageError,
     ElaunchError,
+    PeerLost,
     SaveError,
 )
-from elaunch.training.distributed import for_purpose
+from elaunch.training.distributed import agree_on
 
 if TYPE_CHECKING:
     from elaunch.training.distributed import DistributedContext
@@ -42,24 +43,25 @@ NAMED: Final = 8
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """One rank's outcome of a step, sent to all others at its end.
+class StepProblem:
+    """One rank's problem in a step, as all others get it.
 
-    ``kind`` is the class of its problem, where that is a DamageError or a ContextError.
+    ``kind`` is the name of its problem's class, where that is a DamageError or a ContextError.
     """
 
-    what: str
     problem: str
     full: bool
     lost: bool
-    kind: type[ElaunchError] | None
+    kind: str
     host: str
-    payload: Any
 
 
 @dataclass
 class Step:
-    """One step of this rank: what it sends the others at the end, and what all have sent."""
+    """One step of this rank: what it has for the others at the end, and what it has received.
+
+    ``received`` is rank 0's ``sent`` alone, or everyone's in the order of the ranks.
+    """
 
     sent: Any = None
     received: list[Any] = field(default_factory=list)
@@ -71,13 +73,15 @@ def together(
     what: str,
     timeout: float | None = None,
     error: type[CheckpointError] = SaveError,
+    *,
+    everyone: bool = False,
 ) -> Iterator[Step]:
     """Make whatever is raised in the block on one rank an error of all, at the end of the block.
 
-    ALL ranks enter it together; the end of the block is one allgather. Then ``received`` has every
-    rank's ``sent``, in the order of the ranks. Raises what :func:`agree` raises; a CollectiveError
-    in the block goes on as it is, since nothing can be agreed on after it, and so does what ends
-    the process.
+    ALL ranks enter it together; the end of the block is one call of all. Then ``received`` has rank
+    0's ``sent``, or ``everyone``'s, in the order of the ranks. Raises what :func:`agree` raises; a
+    CollectiveError in the block goes on as it is, since nothing can be agreed on after it, and so
+    does what ends the process.
     """
     step, problem = Step(), None
     try:
@@ -86,7 +90,7 @@ def together(
         raise
     except BaseException as raised:
         problem = _of_the_step(raised)
-    step.received = agree(distributed, what, problem, step.sent, timeout, error)
+    step.received = agree(distributed, what, problem, step.sent, timeout, error, everyone=everyone)
 
 
 def guarded(work: Callable[[], Result], what: str) -> tuple[Result, None] | tuple[None, Exception]:
@@ -141,8 +145,10 @@ def agree(
     payload: Any = None,
     timeout: float | None = None,
     error: type[CheckpointError] = SaveError,
+    *,
+    everyone: bool = True,
 ) -> list[Any]:
-    """Return every rank's ``payload``, in the order of the ranks, if no rank has a problem.
+    """Return ``everyone``'s ``payload``, else rank 0's alone, if no rank has a problem.
 
     ALL ranks call it together; it blocks until they have.
 
@@ -153,6 +159,7 @@ def agree(
         payload: for the others.
         timeout: seconds to wait for them; None: the context's.
         error: class of what is raised.
+        everyone: whether all ranks need the payloads of all.
 
     Raises:
         CheckpointError: ``error``, on all ranks, with the ranks that have a problem and what it is;
@@ -162,25 +169,42 @@ def agree(
         ContextError: on all ranks: those with a problem were called wrongly.
         CollectiveTimeout, PeerLost: not all ranks came; names them.
     """
-    lost = isinstance(problem, SaveError) and problem.lost
-    kind = type(problem) if isinstance(problem, DamageError | ContextError) else None
-    host = socket.gethostname()
-    own = StepOutcome(what, problem_text(problem), _full(problem), lost, kind, host, payload)
+    mine = None if problem is None else asdict(_stated(problem))
     try:
-        outcomes = for_purpose(distributed, CHECKPOINT).allgather(own, timeout)
+        payloads, found = agree_on(
+            distributed, payload, mine, what, timeout, everyone=everyone, purpose=CHECKPOINT
+        )
     except CollectiveError as lost:
+        if type(lost).__name__ == "CallsDiffer":
+            raise CheckpointError(
+                f"the ranks make different calls of ctx.checkpoint ({lost}): all ranks make the "
+                "same calls in the same order"
+            ) from None
         raise type(lost)(f"{what}: {lost}", lost.missing) from None
-    _check_calls(outcomes)
-    _check_damage(outcomes, problem)
-    if failed := [rank for rank, outcome in enumerate(outcomes) if outcome.problem]:
-        text = f"{what}: {_problems(outcomes, failed)}"
-        misused = all(outcomes[rank].kind is ContextError for rank in failed)
-        raised = ContextError(text) if misused else error(text)
-        if isinstance(raised, SaveError):
-            raised.no_room = any(outcomes[rank].full for rank in failed)
-            raised.lost = any(outcomes[rank].lost for rank in failed)
-        raise raised from problem
-    return [outcome.payload for outcome in outcomes]
+    if not found:
+        return payloads
+    problems = {rank: _read(rank, fields) for rank, fields in sorted(found.items())}
+    _check_damage(problems.values(), problem)
+    text = f"{what}: {_problems(problems)}"
+    misused = all(one.kind == ContextError.__name__ for one in problems.values())
+    raised = ContextError(text) if misused else error(text)
+    if isinstance(raised, SaveError):
+        raised.no_room = any(one.full for one in problems.values())
+        raised.lost = any(one.lost for one in problems.values())
+    raise raised from problem
+
+
+def _stated(problem: BaseException) -> StepProblem:
+    kind = type(problem).__name__ if isinstance(problem, DamageError | ContextError) else ""
+    lost = isinstance(problem, SaveError) and problem.lost
+    return StepProblem(problem_text(problem), _full(problem), lost, kind, socket.gethostname())
+
+
+def _read(rank: int, fields: dict[str, Any]) -> StepProblem:
+    try:
+        return StepProblem(**fields)
+    except TypeError:
+        raise PeerLost(f"what rank {rank} reports cannot be read: {fields!r:.80}") from None
 
 
 def problem_text(problem: BaseException | None) -> str:
@@ -196,39 +220,22 @@ def _full(problem: BaseException | None) -> bool:
     return isinstance(problem, OSError) and problem.errno in FULL
 
 
-def _check_damage(outcomes: Sequence[StepOutcome], problem: BaseException | None) -> None:
+def _check_damage(problems: Iterable[StepProblem], problem: BaseException | None) -> None:
     """Raise the damage that a rank has found, on all ranks the same."""
-    kinds = [(one.kind, one.problem) for one in outcomes if one.kind is not None]
-    found = [(kind, text) for kind, text in kinds if issubclass(kind, DamageError)]
+    kinds = {kind.__name__: kind for kind in (DamageError, *DamageError.__subclasses__())}
+    found = [(kinds[one.kind], one.problem) for one in problems if one.kind in kinds]
     if found:  # of files first: there is nothing else that they could be read from
         kind, text = min(found, key=lambda one: (one[0] is not DamageError, one[1]))
         raise kind(text) from problem
 
 
-def _check_calls(outcomes: Sequence[StepOutcome]) -> None:
-    """Raise on all ranks unless all of them make the same call of the checkpoint API."""
-    calls = {outcome.what: rank for rank, outcome in reversed(list(enumerate(outcomes)))}
-    if len(calls) > 1:
-        made = "; ".join(
-            f"rank {rank}: {call}" for call, rank in sorted(calls.items(), key=_by_rank)
-        )
-        raise CheckpointError(
-            f"the ranks make different calls of ctx.checkpoint ({made}): all ranks make the same "
-            "calls in the same order"
-        )
-
-
-def _by_rank(item: tuple[str, int]) -> int:
-    return item[1]
-
-
-def _problems(outcomes: Sequence[StepOutcome], failed: Sequence[int]) -> str:
+def _problems(problems: Mapping[int, StepProblem]) -> str:
     """Return the text about which ranks have which problem."""
     same: dict[str, list[int]] = {}
-    for rank in failed:
-        same.setdefault(outcomes[rank].problem, []).append(rank)
+    for rank, one in problems.items():
+        same.setdefault(one.problem, []).append(rank)
     lines = [
-        f"{text.ranks(ranks)} on host {outcomes[ranks[0]].host}: {problem}"
+        f"{text.ranks(ranks)} on host {problems[ranks[0]].host}: {problem}"
         for problem, ranks in list(same.items())[:NAMED]
     ]
     if len(same) > NAMED:

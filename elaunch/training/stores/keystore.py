@@ -87,8 +87,10 @@ class KeyStore:
         CollectiveTimeout then names the other ranks and what they do.
         """
         name, seconds = _checked_key(key), self._distributed.seconds(timeout)
-        self._distributed.note(f"store.get({key!r})")
+        doing, rank = f"store.get({key!r})", self._distributed.rank
+        self._distributed.note(doing)
         with self._store(timeout) as (store, until):
+            store.put(f"doing/{rank}", json.dumps(["", 1, doing]).encode(), until)  # for errors
             found = store.wait(name, min(until, time.monotonic() + SLICE_S))
             while not found and time.monotonic() < until:
                 found = store.wait(name, min(until, time.monotonic() + SLICE_S))

@@ -20,10 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError, PeerLost
+from elaunch.hosts import keep_alive
 from elaunch.store.tcp import connection as tcpline
 from elaunch.store.tcp import wire
 from elaunch.store.tcp.wire import Connection, ForeignAnswer
@@ -32,14 +33,61 @@ from elaunch.wire import forks
 
 PAUSES: Final = (0.02, 0.05, 0.1, 0.25)
 """Seconds between two attempts to connect; the last goes on."""
-AT_ONCE: Final = 64
-"""Keys that one request sets."""
+MOST_APPENDED: Final = 1 << 36
+"""Bytes of a value that many have added to."""
 NO_VALUE: Final = b"\0none"
 """A value that is set nowhere, so that a key which is compared with it stays as it is."""
 GRACE_S: Final = 10.0
 """Seconds for the store to answer that a wait is over."""
 
 Answer = TypeVar("Answer")
+
+
+class Request(NamedTuple):
+    """One request: its bytes by the key's whole name, and what reads its answer, if it has one."""
+
+    key: str
+    packed: Callable[[str], bytes]
+    answer: Callable[[Connection, float], Any] | None = None
+
+
+def put(key: str, value: bytes) -> Request:
+    """Return a request to set a key."""
+    return Request(key, lambda name: wire.put(name, value))
+
+
+def append(key: str, value: bytes) -> Request:
+    """Return a request to add to the end of a key's value."""
+    return Request(key, lambda name: wire.append(name, value))
+
+
+def put_first(key: str, value: bytes) -> Request:
+    """Return a request to set a key unless it has a value; the answer is what it then is."""
+    return Request(key, lambda name: wire.compare_set(name, b"", value), Connection.value)
+
+
+def get(key: str) -> Request:
+    """Return a request for the value of a key, empty if it has none.
+
+    It is compared with what no value is, which changes nothing: TCPStore without libuv closes the
+    connection that gets a key which is not there.
+    """
+    return Request(key, lambda name: wire.compare_set(name, NO_VALUE, NO_VALUE), _value)
+
+
+def add(key: str, number: int) -> Request:
+    """Return a request to add to a counter; the answer is the sum."""
+    return Request(key, lambda name: wire.add(name, number), Connection.integer)
+
+
+def forget(key: str) -> Request:
+    """Return a request to delete a key; the answer is whether it was there."""
+    return Request(key, wire.delete, Connection.integer)
+
+
+def _value(connection: Connection, until: float) -> bytes:
+    found = connection.value(until, MOST_APPENDED)
+    return b"" if found == NO_VALUE else found
 
 
 class StoreConnection:
@@ -50,47 +98,34 @@ class StoreConnection:
     either the connection is of no more use.
     """
 
-    def __init__(self, connection: Connection, where: str, prefix: str, local_addr: str) -> None:
-        self.local_addr = local_addr
-        """This node's address as the store sees it."""
+    def __init__(
+        self, connection: Connection, where: str, prefix: str, addrs: tuple[str, str]
+    ) -> None:
+        self.local_addr, self.store_addr = addrs
+        """This node's address as the store sees it, and the store's as this node does."""
         self._connection = connection
         self._where = where
         self._prefix = prefix
 
     def put(self, key: str, value: bytes, until: float) -> None:
         """Set ``key``; there is no answer, so only a later call shows whether it was received."""
-        self._do(lambda c: c.send([wire.put(self._prefix + key, value)], until))
-
-    def multi_put(self, pairs: Sequence[tuple[str, bytes]], until: float) -> None:
-        """Set several keys; as :meth:`put`."""
-        named = [(self._prefix + key, value) for key, value in pairs]
-        parts = [named[first : first + AT_ONCE] for first in range(0, len(named), AT_ONCE)]
-        self._do(lambda c: c.send(map(wire.multi_put, parts), until))
+        self.exchange([put(key, value)], until)
 
     def get(self, key: str, until: float) -> bytes:
         """Return the value of ``key``, empty if it has none."""
         return self.multi_get([key], until)[0]
 
     def multi_get(self, keys: Iterable[str], until: float) -> list[bytes]:
-        """Return the values of ``keys``, empty for those that have none.
-
-        Each is compared with what no value is, which changes nothing: TCPStore without libuv closes
-        the connection that gets a key which is not there.
-        """
-        names = [self._prefix + key for key in keys]
-        request = b"".join(wire.compare_set(name, NO_VALUE, NO_VALUE) for name in names)
-        found = self._ask(request, lambda c: [c.value(until) for _ in names], until)
-        return [b"" if value == NO_VALUE else value for value in found]
+        """Return the values of ``keys``, empty for those that have none."""
+        return self.exchange([get(key) for key in keys], until)
 
     def add(self, key: str, number: int, until: float) -> int:
         """Add to the counter ``key`` and return the sum."""
-        request = wire.add(self._prefix + key, number)
-        return self._ask(request, lambda c: c.integer(until), until)
+        return int(self.exchange([add(key, number)], until)[0])
 
     def put_first(self, key: str, value: bytes, until: float) -> bytes:
         """Set ``key`` unless it has a value; return what it then is."""
-        request = wire.compare_set(self._prefix + key, b"", value)
-        found = self._ask(request, lambda c: c.value(until), until)
+        found: bytes = self.exchange([put_first(key, value)], until)[0]
         if found == value:  # it wakes those that wait, as comparing does with libuv only
             self.put(key, value, until)
         return found
@@ -99,7 +134,21 @@ class StoreConnection:
         """Wait until ``key`` has a value; return whether it has before ``until``."""
         soon = time.monotonic() + GRACE_S
         request = wire.wait(self._prefix + key)
-        return self._ask(request, lambda c: c.awaited(until, GRACE_S), max(soon, until))
+
+        def awaited(connection: Connection) -> bool:
+            connection.send([request], max(soon, until))
+            return connection.awaited(until, GRACE_S)
+
+        return self._do(awaited)
+
+    def exchange(self, requests: Sequence[Request], until: float) -> list[Any]:
+        """Send requests in one go; return the answers of those that have one, in order."""
+
+        def send_and_read(connection: Connection) -> list[Any]:
+            connection.send([one.packed(self._prefix + one.key) for one in requests], until)
+            return [one.answer(connection, until) for one in requests if one.answer is not None]
+
+        return self._do(send_and_read)
 
     def cut(self) -> None:
         """Wake the thread that uses the connection, for good; from any thread."""
@@ -108,13 +157,6 @@ class StoreConnection:
     def close(self) -> None:
         """Free the descriptor; only the thread that uses the connection may."""
         self._connection.close()
-
-    def _ask(self, request: bytes, read: Callable[[Connection], Answer], until: float) -> Answer:
-        def exchange(connection: Connection) -> Answer:
-            connection.send([request], until)
-            return read(connection)
-
-        return self._do(exchange)
 
     def _do(self, exchange: Callable[[Connection], Answer]) -> Answer:
         try:
@@ -160,9 +202,9 @@ class RoundStore:
             raise ContextError("a job of one rank has no store")
         with self._lock:
             self._host(until)
-        connection, local_addr = self._connect(until)
+        connection, addrs = self._connect(until)
         with self._lock:
-            made = StoreConnection(connection, self.name, self._prefix, local_addr)
+            made = StoreConnection(connection, self.name, self._prefix, addrs)
             try:
                 made = self._scoped(made, connection, until)
             except CollectiveError:
@@ -195,7 +237,9 @@ class RoundStore:
         scope = f"elaunch/{self._placement.scope}"
         self.context_number = made.add(f"{scope}/contexts/{self._placement.rank}", 1, until)
         self._prefix = f"{scope}/{self.context_number - 1}/"
-        return StoreConnection(connection, self.name, self._prefix, made.local_addr)
+        return StoreConnection(
+            connection, self.name, self._prefix, (made.local_addr, made.store_addr)
+        )
 
     def _host(self, until: float) -> None:
         here = self._placement
@@ -218,7 +262,7 @@ class RoundStore:
                 "the same for all ranks"
             ) from error
 
-    def _connect(self, until: float) -> tuple[Connection, str]:
+    def _connect(self, until: float) -> tuple[Connection, tuple[str, str]]:
         pauses = iter(PAUSES)
         pause = PAUSES[-1]
         why = "no time was left"
@@ -236,7 +280,7 @@ class RoundStore:
         host = " (rank 0 is to host it)" if self._placement.hosts_store else ""
         raise CollectiveTimeout(f"cannot reach {self.name}{host}: {why}")
 
-    def _connect_once(self, until: float) -> tuple[Connection, str]:
+    def _connect_once(self, until: float) -> tuple[Connection, tuple[str, str]]:
         host, port = self._placement.store or ("", 0)
         addresses = tcpline.resolve(host, port, until)
         why = OSError(f"{host} has no address")
@@ -245,8 +289,9 @@ class RoundStore:
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 connection = Connection(sock)
+                keep_alive(sock)  # a rank may wait for long, or compute
                 connection.open(address, time.monotonic() + left / (len(addresses) - number))
-                return connection, str(sock.getsockname()[0])
+                return connection, (str(sock.getsockname()[0]), str(sock.getpeername()[0]))
             except OSError as error:
                 sock.close()
                 why = error

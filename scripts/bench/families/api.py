@@ -87,8 +87,8 @@ def _gathers(size: int) -> tuple[Figure, ...]:
     title = f"allgather, {size} ranks:"
     return (
         Figure(f"gather-{SMALL}-{size}", f"{title} 100 B", "ms", AS_FAST),
-        Figure(f"gather-{LARGE_BYTES}-{size}", f"{title} 64 MB of bytes", "s", AS_FAST),
-        Figure(f"gather-{LARGE_ARRAY}-{size}", f"{title} 64 MB in an array", "s", AS_FAST),
+        Figure(f"gather-{LARGE_BYTES}-{size}", f"{title} 7 MB of bytes", "s", AS_FAST),
+        Figure(f"gather-{LARGE_ARRAY}-{size}", f"{title} 7 MB in an array", "s", AS_FAST),
         Figure(f"gather-read-{size}", "… and all of it read once", "s"),
     )
 

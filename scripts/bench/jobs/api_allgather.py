@@ -23,7 +23,7 @@ from stamp import leave, rank
 import elaunch
 
 SMALL = 100
-LARGE = 64 << 20
+LARGE = 7 << 20
 SMALL_CALLS = 300
 Gather = Callable[[Any], list[Any]]
 

@@ -196,8 +196,8 @@ def test_a_call_of_the_script_api_is_one_frame() -> None:
     script = 'File "train.py", line 12 in step'
     inner = [
         '  File "/usr/lib/python3.11/selectors.py", line 415 in select',
-        '  File "/venv/elaunch/training/channel/mesh.py", line 220 in _poll',
-        '  File "/venv/elaunch/training/channel/channel.py", line 126 in _follow',
+        '  File "/venv/elaunch/training/agreement.py", line 220 in _await',
+        '  File "/venv/elaunch/training/ranks.py", line 126 in _take_part',
     ]
     for waits in (inner, inner[1:], inner[2:], []):
         lines = ["Current thread 0x01 (most recent call first):", *waits, f"  {api}", f"  {script}"]

@@ -14,7 +14,7 @@ from elaunch.training.distributed import DistributedContext
 from elaunch.training.launch import read
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
-from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads
+from tests.training.rankrig import PATIENCE, Outcome, StoreHost, in_threads
 
 Work = Callable[[CheckpointContext, int], Any]
 

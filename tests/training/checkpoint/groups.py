@@ -20,7 +20,7 @@ from typing import Any
 
 from elaunch.errors import ElaunchError
 from tests import warm
-from tests.training.channelrig import PATIENCE, ROOT, StoreHost
+from tests.training.rankrig import PATIENCE, ROOT, StoreHost
 
 _CODE = f"from {__name__} import run_rank; run_rank()"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elaunch.checkpoint import layout
 from tests import warm
-from tests.training.channelrig import PATIENCE, ROOT, StoreHost
+from tests.training.rankrig import PATIENCE, ROOT, StoreHost
 
 HEAD = """
 import json, os, signal, sys, threading, time

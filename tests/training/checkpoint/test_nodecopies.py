@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.training.channelrig import PATIENCE
 from tests.training.checkpoint.rig import HEAD, TAIL, Job
+from tests.training.rankrig import PATIENCE
 
 MIB = 1 << 20
 SIZE = 24 * MIB

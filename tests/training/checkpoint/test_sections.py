@@ -83,7 +83,7 @@ def test_every_call_is_a_section(ranks: Ranks) -> None:
         def see() -> None:
             seen.append(page.read().section)
 
-        spied(session.distributed, "allgather", see)
+        spied(session.distributed, "_joined", see)
         for name in ("find", "listed", "quarantine", "remove"):
             spied(session.storage, name, see)
         found = {}

@@ -16,7 +16,7 @@ import pytest
 from elaunch.errors import CollectiveError, CollectiveTimeout, ContextError
 from elaunch.training.distributed import DistributedContext
 from tests.launching import TORCHRUN, Launcher
-from tests.training.channelrig import PATIENCE, Outcome, StoreHost, in_threads
+from tests.training.rankrig import PATIENCE, Outcome, StoreHost, in_threads
 
 Group = Callable[..., Outcome]
 

@@ -16,7 +16,7 @@ from elaunch.errors import CollectiveTimeout, ContextError, PeerLost
 from elaunch.store.tcp.wire import Connection
 from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from tests.launching import free_port
-from tests.training.channelrig import PATIENCE, StoreHost
+from tests.training.rankrig import PATIENCE, StoreHost
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["libuv", "plain"])

@@ -307,8 +307,8 @@ def save(call: CallContext, state: Mapping[str, Any], request: SaveRequest) -> C
     Raises SaveError on all ranks: also for a model that is sharded over them, for values that
     differ between them, and for what could not be loaded again.
     """
-
-    with together(call.distributed, f"{request.what}, its state", request.timeout) as step:
+    about = call.distributed, f"{request.what}, its state", request.timeout
+    with together(*about, everyone=True) as step:
         made = plainstate.make(state, writes=call.rank == 0)
         summary = made.summary()
         step.sent = (summary.digest, made.own)

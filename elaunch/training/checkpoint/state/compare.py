@@ -54,7 +54,7 @@ def check_same(
 
     ALL ranks call it together. The error names the ranks that differ from most, and the first key.
     """
-    with together(distributed, WHAT, timeout, CheckpointError) as step:
+    with together(distributed, WHAT, timeout, CheckpointError, everyone=True) as step:
         digests = dict(_digests(flatten(state, distributed.rank)))
         step.sent = digest(repr(sorted(digests.items())).encode())
     if len(set(step.received)) == 1:
@@ -250,7 +250,7 @@ def settle(
     """
     own = {key: packed[key] for key in suspects if key in packed}
     everyone = agree(distributed, COMPARING, None, own, timeout)
-    with together(distributed, COMPARING, timeout) as step:
+    with together(distributed, COMPARING, timeout, everyone=True) as step:
         step.sent = _problems(suspects, everyone, unpickling.named_by(own_values))
     if problems := max(step.received, key=len):
         sharded = all(map(_is_piece, suspects))

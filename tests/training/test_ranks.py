@@ -1,11 +1,11 @@
-"""elaunch.training.channel: calls of all ranks, ranks as threads around a real TCPStore."""
+"""elaunch.training.ranks: calls of all ranks, ranks as threads around a real TCPStore."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,12 @@ from elaunch.errors import (
     PeerLost,
     PlacementError,
 )
-from elaunch.training.channel.channel import RankChannel
-from elaunch.training.channel.link import CHUNK
+from elaunch.store.tcp.wire import LONGEST
+from elaunch.training.agreement import PIECE
+from elaunch.training.ranks import CallsDiffer, RankCalls
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
-from tests.training.channelrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
+from tests.training.rankrig import PATIENCE, Outcome, Ranks, StoreHost, in_threads
 
 SHAPES = [
     pytest.param(2, 2, False, id="2 on one node"),
@@ -31,7 +32,7 @@ SHAPES = [
     pytest.param(6, 2, True, id="3 machines of 2"),
     pytest.param(5, 1, True, id="5 machines of 1"),
 ]
-LARGE = 5 * CHUNK
+LARGE = 400_000
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def blob(rank: int, size: int = LARGE) -> bytes:
 def test_every_call_gives_every_rank_what_it_promises(
     host: StoreHost, size: int, local_size: int, machines: bool, large: str
 ) -> None:
-    """Whoever's objects are large: those are sent in pieces, small ones in the frame itself."""
+    """Whoever's objects are large."""
 
     def thing(rank: int) -> bytes:
         is_large = {
@@ -60,22 +61,22 @@ def test_every_call_gives_every_rank_what_it_promises(
         }[large]  # fmt: skip
         return blob(rank, LARGE + 4 * rank if is_large else 64)
 
-    def work(channel: RankChannel, rank: int) -> None:
+    def work(calls: RankCalls, rank: int) -> None:
         node = [r for r in range(size) if r // local_size == rank // local_size]
         everybody = [thing(r) for r in range(size)]
         for _ in range(2):
             mine = thing(rank)
-            assert channel.call("all", "allgather", mine, PATIENCE) == everybody
-            gathered = channel.call("all", "gather", mine, PATIENCE)
+            assert calls.call("all", "allgather", mine, PATIENCE) == everybody
+            gathered = calls.call("all", "gather", mine, PATIENCE)
             assert gathered == (everybody if rank == 0 else None)
-            assert channel.call("all", "broadcast", mine, PATIENCE) == everybody[:1]
-            assert channel.call("all", "barrier", None, PATIENCE) is None
+            assert calls.call("all", "broadcast", mine, PATIENCE) == everybody[:1]
+            assert calls.call("all", "barrier", None, PATIENCE) is None
             if local_size > 1:
                 near = [everybody[r] for r in node]
-                assert channel.call("local", "allgather_local", mine, PATIENCE) == near
-                gathered = channel.call("local", "gather_local", mine, PATIENCE)
+                assert calls.call("local", "allgather_local", mine, PATIENCE) == near
+                gathered = calls.call("local", "gather_local", mine, PATIENCE)
                 assert gathered == (near if rank == node[0] else None)
-                assert channel.call("local", "broadcast_local", mine, PATIENCE) == near[:1]
+                assert calls.call("local", "broadcast_local", mine, PATIENCE) == near[:1]
 
     Ranks(host, size, local_size, machines).run(work).all()
 
@@ -87,15 +88,15 @@ def test_what_is_delivered_comes_to_those_that_take_it(
 ) -> None:
     """Whoever gives it, however large, to one, to all others or to none; or nobody gives."""
 
-    def work(channel: RankChannel, rank: int) -> None:
+    def work(calls: RankCalls, rank: int) -> None:
         for giver in range(size):
             for takers in ({(giver + 1) % size}, set(range(size)) - {giver}, set()):
                 for sent in (blob(giver), b"small", b""):
                     given = (sent if rank == giver else None, rank in takers)
-                    found = channel.call("all", "deliver", given, PATIENCE)
+                    found = calls.call("all", "deliver", given, PATIENCE)
                     assert found == ([sent] if rank in takers else None)
-        assert channel.call("all", "deliver", (None, True), PATIENCE) is None
-        assert channel.call("all", "allgather", rank, PATIENCE) == list(range(size))
+        assert calls.call("all", "deliver", (None, True), PATIENCE) is None
+        assert calls.call("all", "allgather", rank, PATIENCE) == list(range(size))
 
     Ranks(host, size, local_size, machines).run(work).all()
 
@@ -105,9 +106,9 @@ def test_what_is_delivered_comes_to_those_that_take_it(
 def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: bool) -> None:
     """Nothing of one call is taken for the next."""
 
-    def work(channel: RankChannel, rank: int) -> None:
+    def work(calls: RankCalls, rank: int) -> None:
         for step in range(1000):
-            found = channel.call("all", "allgather", (rank, step), PATIENCE)
+            found = calls.call("all", "allgather", (rank, step), PATIENCE)
             assert found == [(r, step) for r in range(3)]
 
     Ranks(host, 3, 1 if machines else 3, machines).run(work).all()
@@ -115,17 +116,17 @@ def test_a_thousand_calls_in_a_row_keep_their_order(host: StoreHost, machines: b
 
 @pytest.mark.parametrize("machines", [False, True])
 def test_arrays_arrive_writable_and_as_ones_own(host: StoreHost, machines: bool) -> None:
-    """Also those that came in one frame."""
+    """Each receiver has its own."""
     import numpy
 
-    def work(channel: RankChannel, rank: int) -> None:
+    def work(calls: RankCalls, rank: int) -> None:
         mine = numpy.full(LARGE, rank, dtype=numpy.int16)
-        found = channel.call("all", "allgather", mine, PATIENCE)
+        found = calls.call("all", "allgather", mine, PATIENCE)
         assert found is not None
         for r, array in enumerate(found):
             assert (array == r).all()
             array += 100 + rank
-        channel.call("all", "barrier", None, PATIENCE)
+        calls.call("all", "barrier", None, PATIENCE)
         for r, array in enumerate(found):
             assert (array == r + 100 + rank).all()
 
@@ -149,12 +150,12 @@ def test_a_rank_that_does_not_come_is_named_everywhere(
     """With its host, its pid, and what it did last; also on ranks that are not connected to it."""
     missing = 0 if absent == "first" else size - 1
 
-    def work(channel: RankChannel, rank: int) -> Any:
-        channel.call("all", "barrier", None, PATIENCE)
+    def work(calls: RankCalls, rank: int) -> Any:
+        calls.call("all", "barrier", None, PATIENCE)
         if rank == missing:
             return waited.wait(PATIENCE)  # a rank that leaves would be another error
         try:
-            return channel.call("all", "allgather", 1, 0.5)
+            return calls.call("all", "allgather", 1, 0.5)
         finally:
             came.append(rank)
             if len(came) == size - 1:
@@ -175,9 +176,9 @@ def test_ranks_that_call_different_things_get_an_error_that_names_both(
 ) -> None:
     """At once, not at the deadline."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         name = "barrier" if rank == size - 1 else "broadcast"
-        return channel.call("all", name, rank, PATIENCE)
+        return calls.call("all", name, rank, PATIENCE)
 
     begun = time.monotonic()
     outcome = Ranks(host, size, local_size, machines).run(work)
@@ -191,10 +192,10 @@ def test_ranks_that_call_different_things_get_an_error_that_names_both(
 def test_a_call_of_the_node_beside_one_of_all_is_found_too(host: StoreHost) -> None:
     """The two have numbers of their own, so only the name tells."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         if rank:
-            return channel.call("local", "allgather_local", rank, PATIENCE)
-        return channel.call("all", "allgather", rank, PATIENCE)
+            return calls.call("local", "allgather_local", rank, PATIENCE)
+        return calls.call("all", "allgather", rank, PATIENCE)
 
     outcome = Ranks(host, 2, 2, False).run(work)
     assert len(outcome.errors) == 2
@@ -223,12 +224,12 @@ def test_an_object_that_cannot_be_pickled_fails_that_call_everywhere_and_no_othe
 ) -> None:
     """All learn whose it was and why; the ranks stay in step."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         thing = [Wayward("here")] if rank == 1 else blob(rank)
         with pytest.raises(CollectiveError, match=r"rank 1 \(.*OverflowError: not me") as caught:
-            channel.call("all", "gather", thing, PATIENCE)
+            calls.call("all", "gather", thing, PATIENCE)
         assert (caught.value.__cause__ is not None) == (rank == 1)
-        return channel.call("all", "allgather", rank, PATIENCE)
+        return calls.call("all", "allgather", rank, PATIENCE)
 
     assert Ranks(host, size, local_size, machines).run(work).all() == [list(range(size))] * size
 
@@ -236,13 +237,13 @@ def test_an_object_that_cannot_be_pickled_fails_that_call_everywhere_and_no_othe
 def test_an_object_that_cannot_be_unpickled_fails_where_it_is_received(host: StoreHost) -> None:
     """Its sender gets the others'; the next call works for all."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         if rank == 1:
-            assert channel.call("all", "allgather", Wayward("there"), PATIENCE)
+            assert calls.call("all", "allgather", Wayward("there"), PATIENCE)
         else:
             with pytest.raises(CollectiveError, match=r"rank 1 \(.*unpickled here: KeyError"):
-                channel.call("all", "allgather", rank, PATIENCE)
-        return channel.call("all", "allgather", rank, PATIENCE)
+                calls.call("all", "allgather", rank, PATIENCE)
+        return calls.call("all", "allgather", rank, PATIENCE)
 
     assert Ranks(host, 3, 3, False).run(work).all() == [[0, 1, 2]] * 3
 
@@ -255,15 +256,15 @@ def test_a_rank_that_closes_is_named_by_those_that_go_on(
     """And every later call says the same again."""
     leaver = size - 1
 
-    def work(channel: RankChannel, rank: int) -> Any:
-        channel.call("all", "barrier", None, PATIENCE)
+    def work(calls: RankCalls, rank: int) -> Any:
+        calls.call("all", "barrier", None, PATIENCE)
         if rank == leaver:
             return
         with pytest.raises(PeerLost, match=rf"rank {leaver} \(.*closed its context") as first:
-            channel.call("all", "allgather", blob(rank), PATIENCE)
+            calls.call("all", "allgather", blob(rank), PATIENCE)
         assert first.value.missing == (leaver,)
         with pytest.raises(PeerLost, match=rf"not connected any more since .*rank {leaver} \("):
-            channel.call("all", "barrier", None, PATIENCE)
+            calls.call("all", "barrier", None, PATIENCE)
 
     Ranks(host, size, local_size, machines).run(work).all()
 
@@ -275,8 +276,8 @@ def test_an_exception_of_a_signal_in_a_call_reaches_the_others(host: StoreHost) 
         def __reduce__(self) -> Any:
             raise KeyboardInterrupt
 
-    def work(channel: RankChannel, rank: int) -> Any:
-        return channel.call("all", "allgather", Interrupting() if rank == 2 else rank, PATIENCE)
+    def work(calls: RankCalls, rank: int) -> Any:
+        return calls.call("all", "allgather", Interrupting() if rank == 2 else rank, PATIENCE)
 
     outcome = Ranks(host, 4, 2, True).run(work)
     assert type(outcome.errors.pop(2)) is KeyboardInterrupt
@@ -287,11 +288,11 @@ def test_an_exception_of_a_signal_in_a_call_reaches_the_others(host: StoreHost) 
 def test_two_threads_of_a_rank_cannot_be_in_calls_at_once(host: StoreHost) -> None:
     """Their order would be another on each rank."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         if rank:
             assert done.wait(PATIENCE)
-            return channel.call("all", "barrier", None, PATIENCE)
-        both = in_threads(range(2), lambda _: channel.call("all", "barrier", None, 0.3))
+            return calls.call("all", "barrier", None, PATIENCE)
+        both = in_threads(range(2), lambda _: calls.call("all", "barrier", None, 0.3))
         done.set()
         return [type(error) for error in both.errors.values()]
 
@@ -303,86 +304,42 @@ def test_two_threads_of_a_rank_cannot_be_in_calls_at_once(host: StoreHost) -> No
 def test_closing_ends_a_call_that_another_thread_is_in(host: StoreHost) -> None:
     """And the other ranks learn why."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
-        channel.call("all", "barrier", None, PATIENCE)
+    def work(calls: RankCalls, rank: int) -> Any:
+        calls.call("all", "barrier", None, PATIENCE)
         if rank == 1:
-            timer = threading.Timer(0.2, channel.close)
+            timer = threading.Timer(0.2, calls.close)
             timer.start()
             with pytest.raises(ContextError, match=r"allgather #2: .*closed its context meanwhile"):
-                channel.call("all", "allgather", 1, PATIENCE)
+                calls.call("all", "allgather", 1, PATIENCE)
             timer.join()
             with pytest.raises(CollectiveError, match="not connected any more"):
-                channel.call("all", "allgather", 1, PATIENCE)
+                calls.call("all", "allgather", 1, PATIENCE)
             closed.set()
         elif rank == 0:
             assert closed.wait(PATIENCE)
             with pytest.raises(CollectiveError, match=r"rank 1 \(.*closed its context meanwhile"):
-                channel.call("all", "allgather", 1, PATIENCE)
+                calls.call("all", "allgather", 1, PATIENCE)
 
     closed = threading.Event()
     Ranks(host, 2, 1, True).run(work).all()
 
 
-def test_a_channel_is_freed_by_one_thread(host: StoreHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that ends while another thread closes: a descriptor freed twice may be another's."""
-
-    def wait_for(condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE
-        while not condition() and time.monotonic() < until:
-            time.sleep(0.001)
-
-    def work(channel: RankChannel, rank: int) -> Any:
-        listener, frees = channel._listener, [0]
-        free, wake = listener.close, listener.wake
-
-        def close_during_the_call() -> None:
-            wait_for(lambda: channel._activity.now is not None)
-            channel.close()
-
-        closer = threading.Thread(target=close_during_the_call)
-
-        def close() -> None:
-            frees[0] += 1
-            wait_for(lambda: frees[0] > 1 or not closer.is_alive())
-            free()
-
-        def wake_it() -> None:
-            wake()
-            wait_for(lambda: frees[0] > 0)
-
-        channel.call("all", "barrier", None, PATIENCE)
-        if rank == 1:
-            monkeypatch.setattr(listener, "close", close)
-            monkeypatch.setattr(listener, "wake", wake_it)
-            closer.start()
-            with pytest.raises(ContextError, match=r"allgather #2: .*closed its context meanwhile"):
-                channel.call("all", "allgather", 1, PATIENCE)
-            closer.join()
-            closed.set()
-        else:
-            assert closed.wait(PATIENCE)
-        return frees[0]
-
-    closed = threading.Event()
-    assert Ranks(host, 2, 1, True).run(work).all() == [0, 1]
-
-
 @pytest.mark.slow
 def test_what_a_rank_does_is_known_while_it_computes_or_waits(host: StoreHost) -> None:
-    """Its listener's thread says it; one that has closed is said to be gone."""
+    """By its last call; one that has closed is said to be gone."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
-        channel.call("all", "barrier", None, PATIENCE)
+    def work(calls: RankCalls, rank: int) -> Any:
+        calls.call("all", "barrier", None, PATIENCE)
         if rank == 1:
             with pytest.raises(CollectiveError):
-                channel.call("all", "allgather", 1, PATIENCE)
+                calls.call("all", "allgather", 1, PATIENCE)
         if rank != 0:
             return None
         said: list[str] = []
         until = time.monotonic() + PATIENCE
-        while "in allgather #2 for" not in "".join(said) or "closed" not in "".join(said):
+        while "call was allgather #2" not in "".join(said) or "closed" not in "".join(said):
             assert time.monotonic() < until, said
-            said = channel.describe([0, 1, 2], time.monotonic() + PATIENCE)
+            said = calls.describe([0, 1, 2], time.monotonic() + PATIENCE)
         return said
 
     said = Ranks(host, 3, 1, True).run(work).all()[0]
@@ -396,7 +353,7 @@ def test_ranks_that_do_not_meet_name_those_that_have_not_come(host: StoreHost) -
 
     def work(rank: int) -> None:
         place = host.place(rank, 4, 4, job)
-        made = RankChannel(place, RoundStore(place), ProgressPage())
+        made = RankCalls(place, RoundStore(place), ProgressPage())
         made.open(time.monotonic() + 1.0)
 
     job = "never complete"
@@ -411,7 +368,7 @@ def test_ranks_of_one_node_on_two_machines_are_refused(host: StoreHost) -> None:
 
     def work(rank: int) -> None:
         place = host.place(rank, 2, 2, "split node")
-        RankChannel(place, RoundStore(place), ProgressPage(), f"m{rank}").open(
+        RankCalls(place, RoundStore(place), ProgressPage(), f"m{rank}").open(
             time.monotonic() + PATIENCE
         )
 
@@ -423,11 +380,61 @@ def test_ranks_of_one_node_on_two_machines_are_refused(host: StoreHost) -> None:
 def test_pickle_is_what_is_used(host: StoreHost) -> None:
     """Whatever pickle takes goes: here a class of the test's own, and recursion."""
 
-    def work(channel: RankChannel, rank: int) -> Any:
+    def work(calls: RankCalls, rank: int) -> Any:
         loop: list[Any] = [rank]
         loop.append(loop)
-        found = channel.call("all", "allgather", loop, PATIENCE)
+        found = calls.call("all", "allgather", loop, PATIENCE)
         assert found is not None and found[1 - rank][1] is found[1 - rank]
         return pickle.dumps(found[1 - rank][0])
 
     assert len(Ranks(host, 2, 2, False).run(work).all()) == 2
+
+
+def test_what_elaunch_itself_sends_may_be_large(host: StoreHost) -> None:
+    """It goes in pieces; a script's own object is refused on all ranks, and the next call works."""
+
+    def work(calls: RankCalls, rank: int) -> Any:
+        large = blob(rank, 2 * PIECE + 100)
+        found = calls.call("all", "broadcast", large, PATIENCE, "loading")
+        assert found == [blob(0, 2 * PIECE + 100)]
+        assert calls.call("all", "gather", large, PATIENCE, "planning") == (
+            [blob(r, 2 * PIECE + 100) for r in range(2)] if rank == 0 else None
+        )
+        thing = bytes(LONGEST) if rank == 1 else b""
+        with pytest.raises(ContextError, match=r"rank 1 \(.* bytes, .*torch\.distributed"):
+            calls.call("all", "allgather", thing, PATIENCE)
+        return calls.call("all", "allgather", rank, PATIENCE)
+
+    assert Ranks(host, 2, 2, False).run(work).all() == [[0, 1]] * 2
+
+
+def test_the_store_does_not_grow(host: StoreHost) -> None:
+    """Whatever calls there are, their keys go."""
+
+    def work(calls: RankCalls, rank: int) -> Any:
+        sizes = []
+        for step in range(60):
+            calls.call("all", "allgather", step, PATIENCE)
+            calls.call("all", "broadcast", step, PATIENCE)
+            calls.call("local", "gather_local", step, PATIENCE)
+            if step in (5, 59):
+                calls.call("all", "barrier", None, PATIENCE)
+                sizes.append(host.store.num_keys() if rank == 0 else 0)
+                calls.call("all", "barrier", None, PATIENCE)
+        return sizes[1] - sizes[0]
+
+    assert max(Ranks(host, 4, 2, False).run(work).all()) < 8
+
+
+def test_ranks_that_agree_on_different_things_go_on(host: StoreHost) -> None:
+    """All are told both, and the next call works."""
+
+    def work(calls: RankCalls, rank: int) -> Any:
+        about = {"timeout": PATIENCE, "everyone": rank > 5, "purpose": "saving"}
+        with pytest.raises(CallsDiffer, match=r"rank \d: one; rank 2: two"):
+            calls.agree(rank, None, "two" if rank == 2 else "one", **about)
+        assert calls.agree("first" if rank == 0 else None, None, "x", **about) == (["first"], {})
+        about["everyone"] = True
+        return calls.agree(rank, {"a": 1} if rank == 1 else None, "x", **about)
+
+    assert Ranks(host, 3, 3, False).run(work).all() == [([], {1: {"a": 1}})] * 3

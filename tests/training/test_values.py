@@ -1,9 +1,8 @@
-"""elaunch.training.channel.objects: objects as bytes, and back."""
+"""elaunch.training.values: objects as bytes, and back."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from typing import Any
 
@@ -11,15 +10,13 @@ import numpy
 import pytest
 import torch
 
-from elaunch.training.channel import objects
-from tests import warm
+from elaunch.training import values
+from elaunch.training.agreement import Value
 
 
 def through_bytes(obj: object) -> Any:
     """Return what a rank gets of a small object."""
-    packed = objects.pack(obj)
-    assert len(packed.joined()) == packed.size
-    return objects.unpack(memoryview(bytearray(packed.joined())))
+    return values.unpacked(Value(values.packed(obj, ""), trusted=True), None)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +94,9 @@ def test_what_comes_back_is_writable_and_ones_own() -> None:
     assert float(first[0].sum()) == float(first[1].sum()) == 100_000
 
 
-def test_large_things_are_not_copied_to_be_sent() -> None:
-    """The parts are the memory of the objects themselves."""
-    array, tensor, data = numpy.ones(50_000), torch.ones(50_000), os.urandom(200_000)
-    parts = objects.pack([array, tensor, data]).parts
-    array[:], tensor[:] = 7, 7
-    buffers = [part for part in parts if isinstance(part, memoryview)]
-    assert [set(numpy.frombuffer(buffers[0])), set(numpy.frombuffer(buffers[1], "f4"))] == [{7}] * 2
-    assert any(part is data for part in parts)
-
-
 def test_a_view_of_a_large_tensor_travels_alone() -> None:
     """Torch's own pickle takes the whole storage along."""
-    assert objects.pack(torch.zeros(1_000_000)[:10]).size < 1000
+    assert len(values.packed(torch.zeros(1_000_000)[:10], "")) < 2000
 
 
 def test_two_ways_to_one_object_stay_one() -> None:
@@ -122,21 +109,4 @@ def test_two_ways_to_one_object_stay_one() -> None:
 def test_what_an_object_raises_is_raised() -> None:
     """It is the caller who says to whom."""
     with pytest.raises(TypeError, match=r"_thread\.lock"):
-        objects.pack([threading.Lock()])
-
-
-@pytest.mark.slow
-def test_what_is_packed_keeps_the_memory_that_it_points_to() -> None:
-    """A tensor that had to be made contiguous exists for the pickle only."""
-    code = (
-        "import gc, torch\n"
-        "from elaunch.training.channel import objects\n"
-        "tensor = torch.rand(2000, 2000)[:, ::2]\n"
-        "packed = objects.pack({'t': tensor})\n"
-        "gc.collect()\n"
-        "back = objects.unpack(memoryview(bytearray(packed.joined())))['t']\n"
-        "print(torch.equal(back, tensor))\n"
-    )
-    argv = [sys.executable, "-c", code]  # what is read after its end may end the process
-    done = warm.run(argv)
-    assert (done.returncode, done.stdout) == (0, "True\n")
+        values.packed([threading.Lock()], "")

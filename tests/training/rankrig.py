@@ -1,4 +1,4 @@
-"""Ranks for tests of the channel: threads of the test, or processes, around a real TCPStore."""
+"""Ranks for tests of their calls: threads of the test, or processes, around a real TCPStore."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elaunch.training.channel.channel import RankChannel
 from elaunch.training.launch import Placement
+from elaunch.training.ranks import RankCalls
 from elaunch.training.stores.roundstore import RoundStore
 from elaunch.wire.progress import ProgressPage
 from tests import warm
@@ -94,7 +94,7 @@ def in_threads(ranks: range, work: Callable[[int], Any]) -> Outcome:
 
 
 class Ranks:
-    """Opens channels of one job, each on a machine of its node or all on this one."""
+    """Opens the calls of one job, each on a machine of its node or all on this one."""
 
     def __init__(self, host: StoreHost, size: int, local_size: int | None, machines: bool) -> None:
         self.size = size
@@ -102,12 +102,12 @@ class Ranks:
         self._job = uuid.uuid4().hex
 
     @contextmanager
-    def channel(self, rank: int, **changes: Any) -> Iterator[RankChannel]:
-        """Open the channel of ``rank``; ``changes``: of its placement."""
+    def calls(self, rank: int, **changes: Any) -> Iterator[RankCalls]:
+        """Open the calls of ``rank``; ``changes``: of its placement."""
         place = self._host.place(rank, self.size, self._local_size, self._job)._replace(**changes)
         machine = f"machine {place.cross_rank}" if self._machines else ""
         page, store = ProgressPage(), RoundStore(place)
-        made = RankChannel(place, store, page, machine)
+        made = RankCalls(place, store, page, machine)
         try:
             made.open(time.monotonic() + PATIENCE)
             yield made
@@ -116,12 +116,12 @@ class Ranks:
             store.close()
             page.close()
 
-    def run(self, work: Callable[[RankChannel, int], Any], ranks: range | None = None) -> Outcome:
-        """Run ``work(channel, rank)`` on every rank in a thread each."""
+    def run(self, work: Callable[[RankCalls, int], Any], ranks: range | None = None) -> Outcome:
+        """Run ``work(calls, rank)`` on every rank in a thread each."""
 
         def rank_work(rank: int) -> Any:
-            with self.channel(rank) as channel:
-                return work(channel, rank)
+            with self.calls(rank) as calls:
+                return work(calls, rank)
 
         return in_threads(ranks or range(self.size), rank_work)
 
