@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from elaunch.agent.failure import explain
@@ -28,11 +29,22 @@ the script's own.
 """
 
 
+def page() -> Iterator[str]:
+    """Yield the sections, with a part for each cause."""
+    for heading, causes in explain.SECTIONS.items():
+        yield f"## {heading}\n"
+        for cause in causes:
+            told = explain.told(cause, "`")
+            words = [f"*{title}*: {text}" if title else text for title, text in told]
+            parts = [f"### {cause.code}", *map(explain.folded, words[:-1]), words[-1]]
+            yield "\n\n".join(parts) + "\n"
+
+
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
-    text = BEGINNING + "\n".join(explain.page())
+    text = BEGINNING + "\n".join(page())
     if not parser.parse_args().check:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:

@@ -305,9 +305,7 @@ def lines(found: RunCards) -> Iterator[str]:
     if card is None:
         known = explain.CAUSES.get(found.code)
         yield (
-            "No round has failed on this node."
-            if known is None
-            else explain.part(known, plain=True).rstrip()
+            "No round has failed on this node." if known is None else explain.part(known).rstrip()
         )
     else:
         yield card.text or f"The report of round {card.round} cannot be shown."

@@ -4,7 +4,7 @@
 exception, then in the whole traceback, without one in the last lines; only after exit codes 1 and
 2, SIGABRT and SIGBUS. Then it looks at the signal, then at the exit code. A cause marked as a
 *victim's* is what a worker shows when another rank ended first. :func:`part` is what
-docs/errors.md and ``elaunch explain`` say of one cause.
+``elaunch explain`` says of one cause.
 """
 
 from __future__ import annotations
@@ -277,13 +277,14 @@ _JOB: Final = (
     ),
 )
 
-_SECTIONS: Final = {
+SECTIONS: Final = {
     **TEXTS,
     "Signals and exit codes": _ENDS,
     "Before a start": START,
     "The job": _JOB,
 }
-CAUSES: Final = {cause.code: cause for rows in _SECTIONS.values() for cause in rows}
+"""By the headings of docs/errors.md."""
+CAUSES: Final = {cause.code: cause for rows in SECTIONS.values() for cause in rows}
 OF_COMMAND: Final = {cause.command: cause for cause in _JOB if cause.command}
 """By the exit code of ``elaunch run`` where it is not a worker's."""
 _STUCK: Final = re.compile(r" did not (?:start|end) round \d+ in ")
@@ -446,44 +447,33 @@ def _by_code(code: int, text: str, oom_kill: bool, shm_free: int | None) -> Expl
     return replace(found, cause=f"{began} {found.cause}".strip())
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def page() -> Iterator[str]:
-    """Yield the sections of docs/errors.md."""
-    for heading, causes in _SECTIONS.items():
-        yield f"## {heading}\n"
-        yield from map(part, causes)
-
-
 def sentence(cause: Cause) -> str:
     """Return what a cause says where nothing is known of the failure itself."""
     return cause.cause.format(**_PLACEHOLDERS)
 
 
-def part(cause: Cause, *, plain: bool = False) -> str:
-    """Return what docs/errors.md says of a cause, as Markdown or ``plain``."""
-    mark = "" if plain else "*"
-    words = [sentence(cause)]
-    words += [f"{mark}What to do{mark}: {cause.fix.format(**_PLACEHOLDERS)}"] if cause.fix else []
-    own = f"{mark}In a message of elaunch itself{mark}"
-    words += [f"{own}: {cause.start}"] if cause.start else []
-    words += ["Another rank that ended or hung first is often behind it."] if cause.victim else []
-    folded = [
-        textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        for text in words
-    ]
-    seen = f"{mark}Seen by{mark}: {'; '.join(_seen(cause, '' if plain else '``'))}\n"
-    return "\n\n".join([cause.code if plain else f"### {cause.code}", *folded, seen])
+def told(cause: Cause, quote: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what is known of a cause, by titles, of which some are empty; code is ``quoted``."""
+    yield "", sentence(cause)
+    if cause.fix:
+        yield "What to do", cause.fix.format(**_PLACEHOLDERS)
+    if cause.start:
+        yield "In a message of elaunch itself", cause.start
+    if cause.victim:
+        yield "", "Another rank that ended or hung first is often behind it."
+    ends = (end if isinstance(end, str) else f"exit code {end}" for end in cause.ends)
+    seen = [f"the text {' '.join(filter(None, (2 * quote, cause.text, 2 * quote)))}"]
+    seen = [*(seen if cause.text else ()), " or ".join(ends), cause.seen]
+    seen += [f"exit code {cause.command} of {quote}elaunch run{quote}"] if cause.command else []
+    yield "Seen by", "; ".join(filter(None, seen))
 
 
-def _seen(cause: Cause, quote: str) -> Iterator[str]:
-    if cause.text:
-        yield " ".join(filter(None, ("the text", quote, cause.text, quote)))
-    if cause.ends:
-        named = (end if isinstance(end, str) else f"exit code {end}" for end in cause.ends)
-        yield " or ".join(named)
-    if cause.seen:
-        yield cause.seen
-    if cause.command:
-        yield f"exit code {cause.command} of {quote[:1]}elaunch run{quote[:1]}"
+def part(cause: Cause) -> str:
+    """Return what `elaunch explain` says of a cause."""
+    words = [f"{title}: {text}" if title else text for title, text in told(cause)]
+    return "\n\n".join([cause.code, *map(folded, words[:-1]), words[-1]]) + "\n"
+
+
+def folded(text: str) -> str:
+    """Return a paragraph in lines."""
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -76,4 +76,4 @@ def explain(code: str | None) -> None:
         near = difflib.get_close_matches(name[:80], catalogue.CAUSES, n=3, cutoff=0.4)
         hint = f"the nearest: {', '.join(near)}" if near else "`elaunch explain` lists all"
         raise UsageError(f"no code {code!r}; {hint}")
-    click.echo(catalogue.part(found, plain=True), nl=False)
+    click.echo(catalogue.part(found), nl=False)
