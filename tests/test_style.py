@@ -56,7 +56,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "a peer that refuses does not tell when it will not: again, until a deadline": (
             "training.stores.roundstore:RoundStore._connect",
             "agent.peers.search:_OneSearch._ask",
-            "agent.hangs.watch:HangWatch._ask_nodes",
+            "agent.hangs.elsewhere:OtherNodes._ask_again",
             "wire.stream:dial",
             "views.read:read",
             "views.read:_settle",
@@ -106,9 +106,8 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.agent.status.httpport:_Server._answer": "what http.server raises for one client, as "
     "its own loop catches it: the next one is answered",
     "elaunch.top.widgets:_run": "top of a thread: raised in the one that waits for it",
-    "elaunch.agent.hangs.watchdog:Watchdog._explained": "a hang without a reason is still one",
-    "elaunch.agent.hangs.watchdog:Watchdog._run": "top of a thread: logged, the job goes on",
-    "elaunch.agent.hangs.lateness:Lateness._run": "top of a thread: logged, as are hangs",
+    "elaunch.agent.hangs.sample:Sampler._judge": "a hang without a reason is still one",
+    "elaunch.agent.hangs.sample:Sampler._run": "top of a thread: logged, the job goes on",
     "elaunch.agent.status.record:RecordWriter._run": "logged, the loop's records are still written",
     "elaunch.training.values:attempt": "what a user's object raises is the call's error",
     "elaunch.training.unpickling:named_by": "what cannot be pickled names nothing that is needed",

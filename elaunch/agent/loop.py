@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs import stacks
-from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.hangs.sample import Sampler
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
@@ -58,8 +59,6 @@ log = logging.getLogger("elaunch")
 
 
 Observer = Callable[[Turn], None]
-Accuse = Callable[[State], Callable[[], str]]
-"""Looks at the workers that are left when a round has failed; what it returns finds the culprit."""
 
 
 def limits_of(settings: Settings, meets: bool) -> Limits:
@@ -84,9 +83,8 @@ class Agent:
     """One run's agent; :meth:`run` returns the exit code.
 
     What it works with is started and closed by elaunch.agent.main. The first of the ``observers``
-    looks for the culprit when a round has failed (Accuse). Of the others the first ones see a turn
-    before its action is done, but for the signal that goes out then; the second ones after it, both
-    in their order.
+    finds the culprit when a round has failed. The second ones see a turn before its action is done,
+    but for the signal that goes out then, and the third ones after that.
     ``standalone`` is the coordinator of a job of one node; None where several meet.
     """
 
@@ -97,17 +95,17 @@ class Agent:
         *,
         group: WorkerGroup,
         links: WorkerLinks,
-        hangs: HangWatch,
+        sampler: Sampler,
         saver: AgentSaver,
-        observers: tuple[Accuse, tuple[Observer, ...], tuple[Observer, ...]],
+        observers: tuple[Reporter, tuple[Observer, ...], tuple[Observer, ...]],
         standalone: Standalone | None,
     ) -> None:
         self._settings = settings
         self._group = group
         self._links = links
-        self._hangs = hangs
+        self._sampler = sampler
         self._saver = saver
-        self._accuse, self._early, self._late = observers
+        self._reporter, self._early, self._late = observers
         self._standalone = standalone
         self._inbox = inbox
         self._state = State(limits_of(settings, meets=standalone is None))
@@ -135,10 +133,10 @@ class Agent:
         fails = self._state.first is None and turn.before.first is not None
         is_stopping = fails and isinstance(turn.action, StopWorkers)
         if fails:
-            find = self._accuse(turn.before)
+            self._reporter.look(turn.before)
             if is_stopping:  # each millisecond in which the others go on is one more to restart
                 self._perform(turn)
-            turn = accused(turn, find())
+            turn = accused(turn, self._reporter.accuse(turn.before))
         self._state, action = turn.after, turn.action
         self._answer(turn)
         if isinstance(action, Refuse):
@@ -213,7 +211,7 @@ class Agent:
                 if action.grace and (late := late_save(self._saver.record(), action.grace)):
                     log.warning("%s", late)
         elif isinstance(action, TakeStacks):
-            self._deadline = time.monotonic() + self._hangs.take_stacks(state.round)
+            self._deadline = time.monotonic() + self._sampler.take_stacks(state.round)
         elif isinstance(action, Forward):
             self._group.send_signal(action.signum, stops=False)
         elif isinstance(action, Settle):
@@ -233,7 +231,7 @@ class Agent:
         self._deadline = time.monotonic() + state.limits.start_timeout
         self._grace_until = None
         self._links.begin(begun)
-        self._hangs.begin(begun)
+        self._sampler.begin(begun)
         self._saver.begin(begun)
         self._group.start(begun)
 
@@ -248,7 +246,7 @@ class Agent:
     def _end_tree(self, state: State, action: EndTree) -> None:
         grace, now = action.grace, time.monotonic()
         ranks = [state.first_rank + rank for rank in state.alive] if state.notice else []
-        if found := stacks.stopped({rank: self._hangs.pid(rank) for rank in ranks}):
+        if found := stacks.stopped({rank: self._sampler.workers.pid(rank) for rank in ranks}):
             log.warning("%s", found)
         if state.phase is Phase.STOPPING and self._deadline is not None:
             grace = min(grace, max(0.0, self._deadline - now))  # what the workers left of it

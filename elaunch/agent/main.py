@@ -23,13 +23,14 @@ from elaunch.agent.context import RunContext, SaverSetup
 from elaunch.agent.failure import explain
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
+from elaunch.agent.hangs import lastlook
 from elaunch.agent.hangs.progress import ProgressLines
-from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.hangs.sample import Sampler
 from elaunch.agent.logs.console import logging_to
 from elaunch.agent.logs.files import own_log_directory
 from elaunch.agent.logs.plan import plan_of_run
 from elaunch.agent.logs.pump import LogPump
-from elaunch.agent.loop import Accuse, Agent, Observer
+from elaunch.agent.loop import Agent, Observer
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
@@ -120,29 +121,34 @@ class _Run:
         record.write()
         group = self._start_group(pump)
         saver = AgentSaver(SaverSetup(settings, context.post, DirectoryFinisher(settings)))
-        links, hangs = self._start_links(lines, group, saver)
-        ledger = open_ledger(settings, context.run_dir, links, hangs=hangs, record=record)
+        links, sampler = self._start_links(lines, group, saver)
+        ledger = open_ledger(settings, context.run_dir, links, sampler=sampler, record=record)
         record.follow(
-            hangs.record, saver.record, links.name, timing=ledger.record, lateness=hangs.lateness
+            *(sampler.record, saver.record, links.name),
+            timing=ledger.record,
+            lateness=sampler.lateness,
         )
-        record.awaited = hangs.awaited
-        views = NodeViews(hangs, context.log_root, record.snapshot)
+        record.awaited = sampler.awaited
+        views = NodeViews(
+            *(sampler.workers, sampler.read_stacks, context.log_root, record.snapshot),
+            watched=settings.hang_timeout is not None,
+        )
         pages, watching = frontends.start(
             context, stack, group.reaper, links=links, views=views, pump=pump
         )
-        publisher, standalone = self._join(group, pump.show, saver, hangs, views)
+        publisher, standalone = self._join(group, pump.show, saver, sampler, views)
         if standalone is None:
-            publisher.follow(partial(times_of_node, ledger, hangs), hangs.awaited)
+            publisher.follow(partial(times_of_node, ledger, sampler), sampler.awaited)
         stack.callback(saver.close)
-        accuse, early, late = self._observers(group, pump, hangs, publisher, ledger)
+        reporter, early, late = self._observers(group, pump, sampler, publisher, ledger)
         agent = Agent(
             settings,
             self._inbox,
             group=group,
             links=links,
-            hangs=hangs,
+            sampler=sampler,
             saver=saver,
-            observers=(accuse, early, (*late, *watching)),
+            observers=(reporter, early, (*late, *watching)),
             standalone=standalone,
         )
         prune = partial(directory.prune_for, context.run_dir, os.environ, settings.keep_runs)
@@ -171,22 +177,22 @@ class _Run:
 
     def _start_links(
         self, lines: ProgressLines | None, group: WorkerGroup, saver: AgentSaver
-    ) -> tuple[WorkerLinks, HangWatch]:
+    ) -> tuple[WorkerLinks, Sampler]:
         post = self._context.post
         links = WorkerLinks(post, saver.serve)
         links.start()
         self._stack.callback(links.close)
-        hangs = HangWatch(self._context.settings, links, group, lines=lines, post=post)
-        hangs.start()
-        self._stack.callback(hangs.close)
-        return links, hangs
+        sampler = Sampler(self._context.settings, links, group, lines=lines, post=post)
+        sampler.start()
+        self._stack.callback(sampler.close)
+        return links, sampler
 
     def _join(
         self,
         group: WorkerGroup,
         show: Callable[[str], None],
         saver: AgentSaver,
-        hangs: HangWatch,
+        sampler: Sampler,
         views: NodeViews,
     ) -> tuple[StatusPublisher, Standalone | None]:
         """Prepare to meet the other nodes' agents, or to be the one node by itself."""
@@ -205,7 +211,7 @@ class _Run:
             show=show,
             probe=probe.nonce,
             saver=saver,
-            hangs=hangs,
+            sampler=sampler,
             views=views,
         )
         return publisher, None
@@ -214,11 +220,11 @@ class _Run:
         self,
         group: WorkerGroup,
         pump: LogPump,
-        hangs: HangWatch,
+        sampler: Sampler,
         publisher: StatusPublisher,
         ledger: Ledger,
-    ) -> tuple[Accuse, tuple[Observer, ...], tuple[Observer, ...]]:
-        """Return what finds a culprit, what sees each turn before its action, and after it."""
+    ) -> tuple[Reporter, tuple[Observer, ...], tuple[Observer, ...]]:
+        """Return the reporter, what sees each turn before its action, and what sees it after."""
         context, settings, record = self._context, self._context.settings, self._context.record
         reporter = Reporter(
             settings,
@@ -227,16 +233,16 @@ class _Run:
             group=group,
             status_record=record,
             publisher=publisher,
-            progress=hangs.record,
-            scene=hangs.take_scene,
+            progress=sampler.record,
+            look=(lambda *_: None) if settings.no_stacks else partial(lastlook.ask, sampler),
         )
         decisions = DecisionLog(settings, context.environ)
         self._stack.callback(decisions.release)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
-        early = (ledger.see, group.see, hangs.see, reporter.see, *plans, decisions.see)
+        early = (ledger.see, group.see, sampler.workers.see, reporter.see, *plans, decisions.see)
         late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)
         see_torchs = EventLog(settings, group.error_file).see
-        return reporter.accuse, early, (*late, see_torchs)
+        return reporter, early, (*late, see_torchs)
 
 
 def _alone(

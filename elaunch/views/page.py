@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from elaunch.agent.hangs.judge import UNLEARNED_S
+from elaunch.agent.hangs.hang import UNLEARNED_S
 from elaunch.endings import how_it_ended
 from elaunch.runs import verdict
 from elaunch.runs.directory import handle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from elaunch.agent.failure.ends import Failure
+from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events, turn
 from elaunch.agent.policy.actions import Action, Nothing
@@ -94,7 +95,7 @@ class Played:
 
     def __init__(self, limits: Limits, fresh: bool = False) -> None:
         self.state = State(limits)
-        self.accuse: Callable[[State], Callable[[], str]] = lambda _: str
+        self.reporter: Reporter | None = None
         self.searches = 0
         self.due: float | None = None
         self._now = 0.0
@@ -145,8 +146,9 @@ class Played:
 
     def _turn(self, event: events.Event) -> turn.Turn:
         made = turn.make_turn(self.state, event)
-        if self.state.first is None and made.before.first is not None:
-            made = turn.accused(made, self.accuse(made.before)())
+        if self.reporter and self.state.first is None and made.before.first is not None:
+            self.reporter.look(made.before)
+            made = turn.accused(made, self.reporter.accuse(made.before))
         self.state = made.after
         if made.begun is not None:
             self._now = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +23,9 @@ def test_the_others_are_signalled_as_soon_as_they_were_looked_at(others: bool) -
         played.take(event)
     did: list[str] = []
 
-    def accuse(_: State) -> Callable[[], str]:
-        did.append("looked")
-
-        def find() -> str:
-            did.append("found")
-            return "rank 0 has ended before all_reduce #7"
-
-        return find
+    def accuse(_: State) -> str:
+        did.append("found")
+        return "rank 0 has ended before all_reduce #7"
 
     def see(turn: Turn) -> None:
         did.append(turn.reason)
@@ -44,7 +38,8 @@ def test_the_others_are_signalled_as_soon_as_they_were_looked_at(others: bool) -
         send_signal=lambda *_, **__: did.append("signalled"),
         server=SimpleNamespace(end_tree=end_tree),
     )
-    fakes: dict[str, Any] = dict.fromkeys(("hangs", "saver"), SimpleNamespace())
+    fakes: dict[str, Any] = dict.fromkeys(("sampler", "saver"), SimpleNamespace())
+    reporter: Any = SimpleNamespace(look=lambda _: did.append("looked"), accuse=accuse)
     fakes["links"] = SimpleNamespace(shielded=list)
     fakes["group"] = signal
     settings: Any = SimpleNamespace(
@@ -59,7 +54,7 @@ def test_the_others_are_signalled_as_soon_as_they_were_looked_at(others: bool) -
         checkpoint_dir=None,
         checkpoint_local=False,
     )
-    observers = (accuse, (), (see,))
+    observers = (reporter, (), (see,))
     alone: Any = SimpleNamespace(decide=lambda: None)
     agent = Agent(settings, queue.SimpleQueue(), observers=observers, standalone=alone, **fakes)
     agent._state = played.state

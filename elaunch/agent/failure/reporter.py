@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from elaunch import proc
 from elaunch.agent.failure import culprit, ends, explain, report
 from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs.lastlook import LastLook
 from elaunch.agent.hangs.scene import Scene
-from elaunch.agent.hangs.watch import SETTLE_S, no_scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -43,6 +43,8 @@ from elaunch.runs.record import ProgressRecord
 from elaunch.runs.statedir import replace_file
 
 TAIL_LINES = 400
+SETTLE_S = 0.5
+"""Seconds for what other nodes answer, before the report is made."""
 
 log = logging.getLogger("elaunch")
 
@@ -51,8 +53,7 @@ class Reporter:
     """Collects what is known of a failing round; the agent's loop calls.
 
     ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are;
-    ``scene`` asks the others what they do when the first of a round has failed
-    (HangWatch.take_scene).
+    ``look`` asks the others what they do when the first of a round has failed (lastlook.ask).
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Reporter:
         status_record: StatusRecord,
         publisher: StatusPublisher,
         progress: Callable[[], ProgressRecord | None] = lambda: None,
-        scene: Callable[[Exit, bool, bool], Callable[[float], Scene | None]],
+        look: Callable[[Exit, bool, bool], LastLook | None],
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir
@@ -75,8 +76,9 @@ class Reporter:
         self._publisher = publisher
         self._progress = progress
         self._at_step: int | None = None
-        self._take_scene = scene
-        self._scene: Callable[[float], Scene | None] = no_scene
+        self._look = look
+        self._looked: LastLook | None = None
+        self._first: ends.Failure | None = None
         self._made: ends.FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
@@ -89,11 +91,11 @@ class Reporter:
     def see(self, turn: Turn) -> None:
         """Take down what cannot be seen any more when the turn's action is done.
 
-        What cannot be seen once the others of a failed round are signalled is :meth:`accuse`'s.
+        What cannot be seen once the others of a failed round are signalled is :meth:`look`'s.
         """
         state, event = turn.before, turn.event
         if event == state.hang:
-            self._scene = no_scene
+            self._looked = None
             self._notice(state)
         elif isinstance(event, events.StacksTaken) and event == state.stacks and not state.hang:
             self._show_stacks(event)
@@ -102,31 +104,32 @@ class Reporter:
         if turn.begun is not None and self._made is None:
             self._keep(state)
 
-    def accuse(self, state: State) -> Callable[[], str]:
-        """Take the scene when the first has failed, before the others are signalled.
-
-        What is returned finds what is known of the culprit (FailureReport.accused).
-        """
+    def look(self, state: State) -> None:
+        """Look at the others when the first has failed, before they are signalled."""
         assert state.first is not None  # its caller has looked
         self._pump.withhold()
         self._notice(state)
-        self._scene, lost, is_victim, first = no_scene, False, False, None
+        self._looked, lost, is_victim, self._first = None, False, False, None
         if state.limits.meets or state.first.exitcode in explain.TEXT_COUNTS:
             self._kept = (self._left(state.first, False),)
             found = self._make(state)
-            first = replace(found.first, error_file=None)
-            is_victim = first.explanation.victim
+            self._first = replace(found.first, error_file=None)
+            is_victim = self._first.explanation.victim
             # What it has lost may be a rank of another node.
             lost = state.limits.meets and found.code in culprit.CLOSED
         if state.phase is Phase.RUNNING and (state.alive or lost):
-            self._scene = self._take_scene(state.first, lost, is_victim)
-        return partial(self._accused, state, state.first, first)
+            self._looked = self._look(state.first, lost, is_victim)
 
-    def _accused(self, state: State, end: Exit, known: ends.Failure | None) -> str:
+    def accuse(self, state: State) -> str:
+        """Return what is known then of the culprit (FailureReport.accused)."""
+        assert state.first is not None  # as for look()
         scene = self._scene(0.0)
-        first = known or self._left(end, False)
+        first = self._first or self._left(state.first, False)
         self._kept = (first, *self._leaving(state, scene))
         return self._make(state, scene).accused
+
+    def _scene(self, patience: float) -> Scene | None:
+        return None if self._looked is None else self._looked.described(patience)
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""

@@ -1,9 +1,8 @@
 """Finding out that a round hangs, who hangs, and where.
 
-``watch`` is all of it, as the loop sees it. The ``watchdog`` looks at the workers' ``progress`` at
-fixed times: at what the script reports, or at lines that it prints. ``judge`` decides purely from
-the history of that. ``stacks`` asks every worker where it is before the round is ended, or
-looks at one for longer.
+The one thread of ``sample`` asks the workers, whom ``living`` knows; it has their ``progress``, and
+their collectives by ``recorders`` and ``trace``. What that means is found purely:
+``hang`` judges the history of looks, ``collectives`` names the rank that all wait for,
+``lateness`` the one that comes last. ``lastlook`` asks the others when the first has failed, and
+``stacks`` asks every worker where it is before a round that hangs is ended.
 """
-
-__all__ = ["collectives", "elsewhere", "judge", "progress", "scene", "stackdump", "stacks", "watch"]

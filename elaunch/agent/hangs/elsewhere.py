@@ -17,6 +17,7 @@ import msgspec
 
 from elaunch import atonce
 from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.living import RanksElsewhere
 from elaunch.agent.hangs.trace import at_times
 from elaunch.agent.peers.messages import PeerConnection, Undelivered
 from elaunch.agent.peers.peers import Peers
@@ -24,6 +25,11 @@ from elaunch.agent.policy.turn import Round
 
 ANSWER_S: Final = 3.0
 AT_ONCE: Final = 32
+SETTLE_S: Final = 0.5
+"""Seconds in which ranks that come to their ends are asked for again."""
+AGAIN_S: Final = 0.05
+MOST_ASKED: Final = 32
+"""Nodes of a job in which a node whose rank has lost another asks all: many may ask at once."""
 
 log = logging.getLogger("elaunch")
 
@@ -38,7 +44,7 @@ class OtherNodes:
         self,
         peers: Peers,
         own: Callable[[int, bool], Mapping[int, RankPlace]],
-        failed: Callable[[int], Collection[int]] = lambda _: (),
+        failed: Callable[[int], Collection[int]],
     ) -> None:
         self._peers = peers
         self._own = own
@@ -51,36 +57,61 @@ class OtherNodes:
         found = {str(rank): msgspec.to_builtins(place) for rank, place in places.items()}
         return {"ok": True, "now": time.time(), "places": found, "failed": [*self._failed(number)]}
 
-    def places(
-        self, begun: Round, waited: bool, failed: set[int] | None = None
-    ) -> dict[int, RankPlace]:
-        """Return where the ranks of all other nodes are; it takes ANSWER_S at most.
+    def ask(self, begun: Round, then: Callable[[], object]) -> RanksElsewhere:
+        """Ask in a thread where the ranks are, since one waits here; ``then`` is called after."""
+        return self._start(partial(self._ask_all, begun, True), then)
 
-        ``waited``: a rank is known to wait in a collective. ``failed`` gets those that have failed.
-        """
+    def ask_ends(self, begun: Round | None) -> RanksElsewhere:
+        """Ask in a thread how the ranks end; again while one comes to its end, for SETTLE_S."""
+        return self._start(partial(self._ask_again, begun), lambda: None)
+
+    def _ask_again(self, begun: Round | None, found: RanksElsewhere) -> None:
+        until = time.monotonic() + SETTLE_S
+        while begun is not None and begun.place.nodes <= MOST_ASKED:
+            places = self._ask_all(begun, False, found)
+            found.answered.set()
+            if time.monotonic() > until or not any(one.leaving for one in places.values()):
+                break
+            time.sleep(AGAIN_S)
+
+    def _start(
+        self, ask: Callable[[RanksElsewhere], object], then: Callable[[], object]
+    ) -> RanksElsewhere:
+        found = RanksElsewhere()
+
+        def run() -> None:
+            try:
+                ask(found)
+            finally:
+                found.answered.set()
+                found.settled.set()
+                then()
+
+        atonce.start("ask nodes", run)
+        return found
+
+    def _ask_all(self, begun: Round, waited: bool, into: RanksElsewhere) -> dict[int, RankPlace]:
+        """Return where the ranks of all other nodes are now; it takes ANSWER_S at most."""
         assert begun.plan is not None  # a job of several nodes
         own, found = begun.place.node_rank, dict[int, RankPlace]()
-        gone = set[int]() if failed is None else failed
         until = time.monotonic() + ANSWER_S
 
         def ask(node_rank: int) -> None:
             try:
-                asked = {"round": begun.round, "waited": waited}
-                found.update(self._ask(node_rank, until, asked, gone))
+                with self._peers.call(self._peers.node(node_rank), until, ANSWER_S) as line:
+                    answer = line.ask({"do": "collectives", "round": begun.round, "waited": waited})
+                later = time.time() - float(answer["now"])
+                places = msgspec.convert(answer["places"], dict[str, RankPlace])
+                into.failed |= msgspec.convert(answer.get("failed", []), set[int])
             except (Undelivered, LookupError, TypeError, ValueError) as error:
                 log.debug("node %d does not say where its ranks are: %s", node_rank, error)
+                return
+            for rank, one in places.items():
+                found[int(rank)] = at_times(one, lambda call: call.at + later)
 
         nodes = (number for number in range(len(begun.plan.nodes)) if number != own)
         calls = [partial(ask, each) for each in nodes]
         atonce.within(ANSWER_S, lambda: atonce.at_once(calls, AT_ONCE, "ask node"), "ask nodes")
-        return {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
-
-    def _ask(
-        self, node_rank: int, until: float, asked: Mapping[str, object], failed: set[int]
-    ) -> dict[int, RankPlace]:
-        with self._peers.call(self._peers.node(node_rank), until, ANSWER_S) as line:
-            answer = line.ask({"do": "collectives", **asked})
-        later = time.time() - float(answer["now"])
-        places = msgspec.convert(answer["places"], dict[str, RankPlace])
-        failed |= msgspec.convert(answer.get("failed", []), set[int])
-        return {int(k): at_times(one, lambda call: call.at + later) for k, one in places.items()}
+        known = {rank: found[rank] for rank in tuple(found) if rank not in begun.own_ranks}
+        into.places.update(known)
+        return known

@@ -25,14 +25,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, structs
 
 from elaunch.agent.hangs.collectives import OUTSIDE, RankPlace
-from elaunch.agent.hangs.judge import Look, Mark, Source
-from elaunch.agent.policy import events
+from elaunch.agent.hangs.hang import Look, Mark, Source
+from elaunch.agent.hangs.living import Living
 from elaunch.runs.record import ProgressRecord, WorkerProgressRecord
 from elaunch.wire.progress import Reading
 
@@ -138,113 +138,82 @@ def _step(found: regex.Match[str]) -> int | None:
         return None
 
 
-Readings = Callable[[], Mapping[int, Reading]]
+Pages = Mapping[int, Reading]
+"""By local rank."""
 
 
 class RoundProgress:
-    """Follows the workers of the round that runs; any thread may ask.
-
-    The loop reports the living workers (:meth:`begin`, :meth:`hear`). Only the watchdog, which is
-    there if it is ``watched``, may call :meth:`look`; :meth:`record` is for everybody.
+    """Follows the workers of the round that runs; one thread looks, any may ask for the record.
 
     Args:
-        readings: returns the pages of the workers that are attached.
-        left: returns the last pages of workers that are not attached any more.
         lines: of the log pump, if a pattern is given.
         alone: no other node takes part: then lines that match come from here, or from nowhere.
-        watched: see above.
-        collectives: returns where the workers are whose pids it is given by rank.
         activity: returns a number that grows while the process with that pid gets anything done.
     """
 
     def __init__(
         self,
-        readings: Readings,
-        left: Readings,
         lines: ProgressLines | None = None,
         *,
         alone: bool = True,
-        watched: bool = True,
-        collectives: Callable[[Mapping[int, int]], Mapping[int, RankPlace]] | None = None,
         activity: Callable[[int], int] | None = None,
     ) -> None:
-        self._readings = readings
-        self._left = left
         self._lines = lines
         self._alone = alone
-        self._watched = watched
-        self._collectives = collectives
         self._activity = activity
-        self._lock = threading.Lock()
-        self._first_rank = 0
-        self._pids: dict[int, int] = {}
         self._source: Source | None = None
         self._speaks = False
-        self._seen_pages = False
-        self._first_beats: dict[int, int] = {}
-        self._speakers: set[int] = set()
         self._collective = False
         self._making = False
+        self.begin()
 
-    def begin(self, first_rank: int) -> None:
-        """Forget the workers of the round before; the first of the next has ``first_rank``."""
-        if self._lines is not None:
-            self._lines.begin()
-        with self._lock:
-            self._first_rank = first_rank
-            self._pids = {}
-            self._seen_pages, self._first_beats, self._speakers = False, {}, set()
+    def begin(self) -> None:
+        """Forget the workers of the round before."""
+        self._seen_pages, self._first_beats = False, dict[int, int]()
+        self._speakers: set[int] = set()
 
-    def hear(self, event: events.Event) -> None:
-        """Take down which workers live."""
-        with self._lock:
-            if isinstance(event, events.WorkerStarted):
-                self._pids[event.local_rank] = event.pid
-            elif isinstance(event, events.Exit):
-                self._pids.pop(event.local_rank, None)
+    def note(self, pages: Pages) -> bool:
+        """Take down what workers report; whether they show anything but their collectives."""
+        for local_rank, reading in pages.items():
+            first = self._first_beats.setdefault(local_rank, reading.own_beats)
+            if _says(reading) or reading.own_beats - first > SILENT:
+                self._speakers.add(local_rank)
+        self._speaks = self._speaks or bool(self._speakers)
+        self._seen_pages = self._seen_pages or bool(pages)
+        return bool(self._lines or self._speaks)
 
-    def workers(self) -> dict[int, tuple[int, int]]:
-        """Return the local rank and the pid of each living worker, by its rank in the job."""
-        with self._lock:
-            return {self._first_rank + k: (k, pid) for k, pid in sorted(self._pids.items())}
-
-    def look(self, by_waits: bool = False) -> Look | None:
+    def look(
+        self, living: Living, pages: Pages, places: Mapping[int, RankPlace], by_waits: bool = False
+    ) -> Look | None:
         """Return how the living workers are now; None while there is none.
 
-        ``by_waits``: by their collectives whatever else they show; None while none is known.
+        ``places`` are theirs by their collectives, as far as those were asked; with ``by_waits``
+        only these count, whatever else there is; None while none is known.
         """
-        readings = self._readings()
-        with self._lock:
-            if not self._pids:
+        if not living.pids:
+            return None
+        places = {rank: place for rank, place in places.items() if rank in living.pids}
+        shown = any(place.done and not place.problem for place in places.values())
+        self._collective = self._collective or shown
+        self._making = any(place.receives for place in places.values())
+        if by_waits:
+            has_left = self._speaks and not self._reports(pages)
+            if has_left or not (self._collective or self._making):
                 return None
-            self._note(readings)
-            shows = bool(self._lines or self._speaks)
-            asks = self._collectives is not None and (by_waits or not shows)
-        places = self._places() if asks else {}
-        with self._lock:
-            shown = any(place.done and not place.problem for place in places.values())
-            self._collective = self._collective or shown
-            self._making = any(place.receives for place in places.values())
-            if by_waits:
-                has_left = self._speaks and not self._reports(readings)
-                if has_left or not (self._collective or self._making):
-                    return None
-                source: Source = "collectives"
-            else:
-                self._source = source = self._choose(readings)
-            expected = self._expects(source, readings)
-            pids, first = dict(self._pids), self._first_rank
-        marks = self._marks(source, pids, readings)
+            source: Source = "collectives"
+        else:
+            self._source = source = self._choose(pages)
+        own = {rank - living.first_rank: rank for rank in living.pids}
+        marks = self._marks(source, own, pages)
         if source == "collectives":
             outside = None if shown or self._activity is None else OUTSIDE
-            at = {k: places.get(first + k, outside) for k in pids}
-            marks = {k: self._of_place(at[k], pid, readings.get(k)) for k, pid in pids.items()}
-        by_rank = {first + k: mark for k, mark in marks.items()}
+            marks = {
+                k: self._of_place(places.get(rank, outside), living.pids[rank], pages.get(k))
+                for k, rank in own.items()
+            }
+        by_rank = {rank: marks[k] for k, rank in own.items()}
+        expected = self._expects(source, pages)
         return Look(time.monotonic(), source, by_rank, expected=expected)
-
-    def _places(self) -> Mapping[int, RankPlace]:
-        assert self._collectives is not None  # its caller has looked
-        return self._collectives({r: pid for r, (_, pid) in self.workers().items()})
 
     def _of_place(self, place: RankPlace | None, pid: int, page: Reading | None) -> Mark | None:
         if place is None or place.problem:
@@ -261,61 +230,48 @@ class RoundProgress:
             mark, value=(value, page.beats), section=shown.section, until=shown.until
         )
 
-    def _note(self, readings: Mapping[int, Reading]) -> None:
-        for local_rank, reading in readings.items():
-            first = self._first_beats.setdefault(local_rank, reading.own_beats)
-            if _says(reading) or reading.own_beats - first > SILENT:
-                self._speakers.add(local_rank)
-        self._speaks = self._speaks or bool(self._speakers)
-        self._seen_pages = self._seen_pages or bool(readings)
-
-    def _choose(self, readings: Mapping[int, Reading]) -> Source:
-        if self._reports(readings):
+    def _choose(self, pages: Pages) -> Source:
+        if self._reports(pages):
             return "script"
         if self._lines is not None:
             return "log lines"
         seen = self._collective or self._making
         return "collectives" if seen and not self._speaks else "script"
 
-    def _reports(self, readings: Mapping[int, Reading]) -> bool:
+    def _reports(self, pages: Pages) -> bool:
         """Whether the script has reported in this run, and has not detached from this round."""
-        return self._speaks and bool(readings or not self._seen_pages)
+        return self._speaks and bool(pages or not self._seen_pages)
 
-    def _expects(self, source: Source, readings: Mapping[int, Reading]) -> bool:
+    def _expects(self, source: Source, pages: Pages) -> bool:
         """Whether a source that shows nothing means that there is no progress."""
         lines = self._lines
         if source == "collectives":
             return True
         if source == "script" or lines is None:
-            return self._reports(readings)
+            return self._reports(pages)
         return self._alone or lines.ever
 
-    def _marks(
-        self, source: Source, pids: Mapping[int, int], readings: Mapping[int, Reading]
-    ) -> dict[int, Mark | None]:
+    def _marks(self, source: Source, own: Iterable[int], pages: Pages) -> dict[int, Mark | None]:
         if source == "script":
-            heard = self._speakers & readings.keys()
-            return {k: _of_page(readings[k]) if k in heard else None for k in pids}
+            heard = self._speakers & pages.keys()
+            return {k: _of_page(pages[k]) if k in heard else None for k in own}
         found = {} if self._lines is None else self._lines.marks()
-        return {k: _of_lines(found[k]) if k in found else None for k in pids}
+        return {k: _of_lines(found[k]) if k in found else None for k in own}
 
-    def record(self) -> ProgressRecord | None:
-        """Return what the run's record says of progress now; None if nothing is known."""
-        readings, left = self._readings(), self._left()
-        lines = self._lines
-        marks = {} if lines is None else lines.marks()
-        with self._lock:
-            self._note(readings)
-            pages, source = {**left, **readings}, self._source
-            if source is None and self._watched:
-                source = self._choose(readings)
-            first, living = self._first_rank, sorted({*self._pids, *pages, *marks})
+    def record(self, living: Living, pages: Pages, watched: bool = False) -> ProgressRecord | None:
+        """Return what the run's record says of progress now; None if nothing is known.
+
+        ``pages`` are also those of workers that are not attached any more.
+        """
+        marks = {} if self._lines is None else self._lines.marks()
+        source = self._source or (self._choose(pages) if watched else None)
         if source is None:
-            if not (pages or lines):
+            if not (pages or self._lines):
                 return None
             source = "script" if pages else "log lines"
-        now = time.monotonic()
-        workers = [_worker(first, k, pages.get(k), marks.get(k), now) for k in living]
+        now, first = time.monotonic(), living.first_rank
+        there = sorted({*(rank - first for rank in living.pids), *pages, *marks})
+        workers = [_worker(first, k, pages.get(k), marks.get(k), now) for k in there]
         return {"source": source, "limit_s": None, "learning": False, "workers": workers}
 
 

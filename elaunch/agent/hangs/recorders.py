@@ -2,6 +2,10 @@
 
 All workers are asked at once, and by one deadline: a worker that is stopped, or whose answer is too
 long or is no answer of torch's, costs nothing but itself.
+
+Of gloo's sends and receives, and of a group in the making, only the stack of a rank shows that it
+waits: it waits since it was first seen there, if it has not been woken since, for the next of many
+looks the same. All waits are as long as they were seen, also if the clock was set back.
 """
 
 from __future__ import annotations
@@ -12,9 +16,8 @@ import math
 import os
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,10 +27,10 @@ from msgspec.structs import replace
 from elaunch import atonce, proc
 from elaunch.agent.hangs import stackdump, stacks
 from elaunch.agent.hangs.collectives import CollectiveCall, RankPlace
+from elaunch.agent.hangs.living import Living
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.hangs.trace import at_times, place
 from elaunch.agent.patience import bounded
-from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.files import open_regular
 from elaunch.wire.local import short_address
@@ -47,6 +50,11 @@ STACKS: Final = b"dump_traceback"
 STACKS_S: Final = 0.01
 """Seconds for stacks that are only shown; a thread of Python gives its lock up after 5 ms."""
 
+QUIET: Final = 2
+"""So often the first thread of a process may have been woken that has waited all the time."""
+SOURCE_S: Final = 0.1
+"""Seconds for a file system to answer when the line at which a worker is is read."""
+
 
 class Question(NamedTuple):
     """A question to the worker of a rank; ``handler`` is torch's name for it."""
@@ -55,204 +63,114 @@ class Question(NamedTuple):
     handler: bytes
 
 
-QUIET: Final = 2
-"""So often the first thread of a process may have been woken that has waited all the time."""
-SOURCE_S: Final = 0.1
-"""Seconds for a file system to answer when the line at which a worker is is read."""
-FIRST_LOOK_S: Final = 5.0
-"""Seconds between looks at the stack of a worker that has a group and has entered no collective."""
+class WorkerAnswers(NamedTuple):
+    """The answers of a round's workers to each question, or why there is none.
 
-
-class _Unrecorded(NamedTuple):
-    """A wait that torch does not record: its function, the process, and since when it is known.
-
-    ``woken`` is how often the process's first thread has been woken in its life, ``at`` is a time
-    of the monotonic clock.
+    ``run_dir`` is where they answer, ``ended`` are the ranks that had ended with 0. Of ``rests``
+    nothing comes since their processes do nothing, for that reason (stacks.at_rest).
     """
 
-    name: str
-    pid: int
-    woken: int
-    at: float
+    begun: Round
+    run_dir: Path
+    ended: Collection[int]
+    of: Mapping[int, Mapping[bytes, bytes | OSError]]
+    rests: Mapping[int, str]
 
-    def after(self, before: _Unrecorded | None) -> _Unrecorded:
-        """Return this wait, or the one seen before, if it is the same."""
-        if before is None or (before.name, before.pid) != (self.name, self.pid):
-            return self
-        # A group that is made takes some messages; there is not one after the other.
-        same = self.name == "new_group" or self.woken - before.woken <= QUIET
-        return before if same else self
+    def dumps(self) -> dict[int, Dump]:
+        """Return the stacks that have come."""
+        said = {rank: answers.get(STACKS, b"") for rank, answers in self.of.items()}
+        texts = {rank: one for rank, one in said.items() if isinstance(one, bytes)}
+        dumps = {k: stackdump.parse(one.decode("utf-8", "replace")) for k, one in texts.items()}
+        return {rank: dump for rank, dump in dumps.items() if dump is not None}
+
+    def places(self) -> dict[int, RankPlace]:
+        """Return where those are that have answered, and those that have ended."""
+        places = {rank: RankPlace(ended=True) for rank in self.ended}
+        for rank, answers in self.of.items():
+            traces = {handler: one for handler, one in answers.items() if handler != STACKS}
+            path = worker_socket(self.run_dir, self.begun, rank)
+            found = _read(rank, self.begun.place.world_size, traces, path)
+            if found is not None:
+                why = self.rests.get(rank, "") if found.problem else ""
+                places[rank] = replace(found, problem=why, stopped=True) if why else found
+        return places
 
 
 class Recorders:
-    """Asks the workers of the round that runs; the loop reports them, any thread may ask.
-
-    ``run_dir`` is where they answer. ``failed`` are ranks that have ended by themselves, and not
-    with 0.
-    """
+    """Asks the workers of a round, which answer in ``run_dir``; any thread may."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._lock = threading.Lock()
-        self._noted = 0.0
-        self._round: Round | None = None
-        self._ended: frozenset[int] = frozenset()
-        self.failed: frozenset[int] = frozenset()
-        self._since: Mapping[int, _Unrecorded] = {}
-        self._first: Mapping[tuple[int, CollectiveCall], float] = {}
+        self.run_dir = run_dir
         self._traces: tuple[bytes, ...] = (TRACE, DEVICE_TRACE)
-        self._look_at = 0.0
 
-    def begin(self, begun: Round) -> None:
-        """Forget the round before, and remove what its workers have left."""
-        self.close()
-        with self._lock:
-            self._ended, self._round, self._since, self._look_at = frozenset(), begun, {}, 0.0
-            self.failed = frozenset()
+    @property
+    def have_devices(self) -> bool:
+        """Whether the workers' torch has a record of NCCL's."""
+        return DEVICE_TRACE in self._traces
 
-    def see(self, event: events.Event) -> None:
-        """Take down which workers have ended with 0, and which have failed."""
-        if not isinstance(event, events.Exit):
-            return
-        if event.exitcode == 0 and not event.stopped:
-            self._ended |= {event.rank}
-        elif event.exitcode > 0 or not event.stopped:
-            self.failed |= {event.rank}
-
-    def places(self, pids: Mapping[int, int], until: float) -> dict[int, RankPlace]:
-        """Return where the living workers are, whose ``pids`` these are by rank, and the ended.
+    def places(self, living: Living, until: float) -> dict[int, RankPlace]:
+        """Return where the living workers are, and the ended.
 
         It takes until the last has answered, or until ``until`` (monotonic seconds).
         """
-        asked_at = time.monotonic()
-        places = self._ask(pids, until, self._traces)()[0]
-        self._note(places, asked_at)
-        # The first collective of NCCL is not recorded before it has connected the ranks.
-        new = [rank for rank, one in places.items() if one.groups and not (one.done or one.is_held)]
-        unseen = {rank: pids[rank] for rank in new if rank in pids and DEVICE_TRACE in self._traces}
-        with self._lock:
-            is_due = bool(unseen) and time.monotonic() >= self._look_at
-            self._look_at = time.monotonic() + FIRST_LOOK_S if is_due else self._look_at
-        if is_due:
-            return self.with_receives(places, unseen, until)
-        return _awaiting(places, {k: one for k, one in self._since.items() if k in unseen})
+        found = self._ask(living, living.pids, until, self._traces)
+        return {} if found is None else found.places()
 
-    def with_receives(
-        self, places: Mapping[int, RankPlace], pids: Mapping[int, int], until: float
-    ) -> dict[int, RankPlace]:
-        """Return the places, with the waits for another rank that torch does not record.
+    def dumps(self, living: Living, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
+        """Return the stacks of those of these workers that let Python go."""
+        found = self._ask(living, pids, until, (STACKS,))
+        return {} if found is None else found.dumps()
 
-        Those of gloo's sends and receives are such: the stack of a rank shows that it is in one.
-        It waits since it was first seen there, if it has not been woken since: the next of many
-        looks the same. All waits are as long as they were seen, also if the clock was set back.
+    def both(
+        self, living: Living, pids: Mapping[int, int], until: float, hurries: bool
+    ) -> WorkerAnswers | None:
+        """Return what these workers answer to both; None before the first round.
+
+        If it ``hurries``, stacks are not waited for much longer than the rest takes.
         """
-        outside = [
-            rank for rank, one in places.items() if not (one.is_held or one.problem or one.leaving)
-        ]
-        asked = {rank: pids[rank] for rank in outside if rank in pids}
-        dumps = self._ask(asked, until, (STACKS,))()[1]
-        found = _unrecorded_waits(places, dumps, pids)
-        with self._lock:
-            seen = {rank: one.after(self._since.get(rank)) for rank, one in found.items()}
-            self._since = {k: one for k, one in self._since.items() if k not in asked} | seen
-        return _awaiting(self._dated(places), seen)
-
-    def _note(self, places: Mapping[int, RankPlace], asked_at: float) -> None:
-        """Keep since when each wait is known, by the monotonic clock.
-
-        Several threads ask: places that were asked for before the newest ones tell nothing new.
-        """
-        waits = [(rank, one) for rank, place in places.items() for one in place.awaited]
-        with self._lock:
-            if asked_at >= self._noted:
-                now, before, self._noted = time.monotonic(), self._first, asked_at
-                self._first = {each: before.get(each, now) for each in waits}
-
-    def _dated(self, places: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
-        """Return the places; a wait that was seen before it began has begun when it was seen."""
-        first, ahead = self._first, time.time() - time.monotonic()
-
-        def begun(rank: int, call: CollectiveCall) -> float:
-            return min(call.at, first.get((rank, call), math.inf) + ahead)
-
-        return {rank: at_times(place, partial(begun, rank)) for rank, place in places.items()}
-
-    def scene(
-        self, pids: Mapping[int, int], until: float, hurries: bool
-    ) -> Callable[[], tuple[dict[int, RankPlace], dict[int, Dump]]]:
-        """Ask the living workers; what is returned reads what they have answered.
-
-        That is where they are, and the stacks of those that let Python go. If it ``hurries``,
-        stacks are not waited for much longer than the rest takes.
-        """
-        read = self._ask(pids, until, (*self._traces, STACKS), hurries)
-
-        def places() -> tuple[dict[int, RankPlace], dict[int, Dump]]:
-            places, dumps = read()
-            return _awaiting(places, _unrecorded_waits(places, dumps, pids)), dumps
-
-        return places
-
-    def dumps(self, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
-        """Return the stacks of those workers that let Python go, as :meth:`places` does."""
-        return self._ask(pids, until, (STACKS,))()[1]
+        return self._ask(living, pids, until, (*self._traces, STACKS), hurries)
 
     def _ask(
         self,
+        living: Living,
         pids: Mapping[int, int],
         until: float,
         handlers: Sequence[bytes],
         hurries: bool = False,
-    ) -> Callable[[], tuple[dict[int, RankPlace], dict[int, Dump]]]:
-        """Ask them; what is returned takes their answers apart."""
-        ended = {rank: RankPlace(ended=True) for rank in self._ended - pids.keys()}
-        begun = self._round
+    ) -> WorkerAnswers | None:
+        begun = living.begun
         if begun is None:
-            return lambda: (ended, {})
-        paths = {Question(rank, one): self._path(begun, rank) for rank in pids for one in handlers}
+            return None
+        paths = {rank: worker_socket(self.run_dir, begun, rank) for rank in pids}
+        questions = {Question(rank, one): paths[rank] for rank in pids for one in handlers}
         answers: dict[int, dict[bytes, bytes | OSError]] = {rank: {} for rank in pids}
-        for question, answer in ask(paths, until, hurries).items():
+        for question, answer in ask(questions, until, hurries).items():
             answers[question.rank][question.handler] = answer
         if any(isinstance(one.get(DEVICE_TRACE), NoRecordError) for one in answers.values()):
             self._traces = (TRACE,)  # all workers have one torch
         silent = (rank for rank, one in answers.items() if any(map(_is_silence, one.values())))
         rests = {rank: stacks.at_rest(pids[rank]) for rank in silent}
-        return partial(self._taken_apart, begun, ended, answers, rests)
+        ended = living.ended - living.pids.keys()
+        return WorkerAnswers(begun, self.run_dir, ended, answers, rests)
 
-    def _taken_apart(
-        self,
-        begun: Round,
-        ended: Mapping[int, RankPlace],
-        answers: Mapping[int, dict[bytes, bytes | OSError]],
-        rests: Mapping[int, str],
-    ) -> tuple[dict[int, RankPlace], dict[int, Dump]]:
-        """Return where those are that have answered, and their stacks; some rest (at_rest)."""
-        places, dumps = dict(ended), dict[int, Dump]()
-        for rank, by_handler in answers.items():
-            stack = by_handler.pop(STACKS, b"")
-            text = "" if isinstance(stack, OSError) else stack.decode("utf-8", "replace")
-            dump = stackdump.parse(text)
-            dumps |= {} if dump is None else {rank: dump}
-            found = _read(rank, begun.place.world_size, by_handler, self._path(begun, rank))
-            if found is not None:
-                why = rests.get(rank, "") if found.problem else ""
-                places[rank] = replace(found, problem=why, stopped=True) if why else found
-        return places, dumps
+    def remove(self, begun: Round | None) -> None:
+        """Remove the sockets of a round; nobody can remove them for a worker that was killed."""
+        if begun is None:
+            return
+        paths = [worker_socket(self.run_dir, begun, rank) for rank in begun.own_ranks]
 
-    def close(self) -> None:
-        """Remove the sockets of the round; nobody can remove them for a worker that was killed."""
-        if self._round is not None:
-            remove = partial(self._remove, self._round)
-            what = f"cannot remove the workers' sockets in {self._run_dir}"
-            bounded(remove, None, what, self._run_dir)
+        def remove() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+                groups_path(path).unlink(missing_ok=True)
 
-    def _remove(self, begun: Round) -> None:
-        for path in [self._path(begun, rank) for rank in begun.own_ranks]:
-            path.unlink(missing_ok=True)
-            groups_path(path).unlink(missing_ok=True)
+        what = f"cannot remove the workers' sockets in {self.run_dir}"
+        bounded(remove, None, what, self.run_dir)
 
-    def _path(self, begun: Round, rank: int) -> Path:
-        return socket_path(self._run_dir, begun.round, rank - begun.first_rank)
+
+def worker_socket(run_dir: Path, begun: Round, rank: int) -> Path:
+    """Return where the worker of a rank answers."""
+    return socket_path(run_dir, begun.round, rank - begun.first_rank)
 
 
 class NoRecordError(OSError):
@@ -377,8 +295,71 @@ def _read(
         return RankPlace(problem=f"what it answers is not read: {error}")
 
 
-def _awaiting(
-    places: Mapping[int, RankPlace], waits: Mapping[int, _Unrecorded]
+# ── waits ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class UnrecordedWait(NamedTuple):
+    """A wait that torch does not record: its function, the process, and since when it is known.
+
+    ``woken`` is how often the process's first thread has been woken in its life, ``at`` is a time
+    of the monotonic clock.
+    """
+
+    name: str
+    pid: int
+    woken: int
+    at: float
+
+    def after(self, before: UnrecordedWait | None) -> UnrecordedWait:
+        """Return this wait, or the one seen before, if it is the same."""
+        if before is None or (before.name, before.pid) != (self.name, self.pid):
+            return self
+        # A group that is made takes some messages; there is not one after the other.
+        same = self.name == "new_group" or self.woken - before.woken <= QUIET
+        return before if same else self
+
+
+class Waits:
+    """Remembers the waits of a round; one thread's."""
+
+    def __init__(self) -> None:
+        self._unrecorded: Mapping[int, UnrecordedWait] = {}
+        self._recorded: Mapping[tuple[int, CollectiveCall], float] = {}
+
+    def note(self, places: Mapping[int, RankPlace]) -> None:
+        """Take down since when each wait that torch records is known."""
+        now, before = time.monotonic(), self._recorded
+        waits = [(rank, one) for rank, place in places.items() for one in place.awaited]
+        self._recorded = {each: before.get(each, now) for each in waits}
+
+    def dated(self, places: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
+        """Return the places; a wait that was seen before it began has begun when it was seen."""
+        first, ahead = self._recorded, time.time() - time.monotonic()
+
+        def begun(rank: int, call: CollectiveCall) -> float:
+            return min(call.at, first.get((rank, call), math.inf) + ahead)
+
+        return {rank: at_times(place, partial(begun, rank)) for rank, place in places.items()}
+
+    def seen(
+        self, places: Mapping[int, RankPlace], dumps: Mapping[int, Dump], asked: Mapping[int, int]
+    ) -> dict[int, RankPlace]:
+        """Return the places with the waits that the stacks show of those that were ``asked``."""
+        found = unrecorded(places, dumps, asked)
+        now = {rank: one.after(self._unrecorded.get(rank)) for rank, one in found.items()}
+        others = {k: one for k, one in self._unrecorded.items() if k not in asked}
+        self._unrecorded = {**others, **now}
+        return awaiting(places, now)
+
+    def known(
+        self, places: Mapping[int, RankPlace], ranks: Collection[int]
+    ) -> dict[int, RankPlace]:
+        """Return the places with the waits that the stacks of these ranks have shown before."""
+        return awaiting(places, {k: one for k, one in self._unrecorded.items() if k in ranks})
+
+
+def awaiting(
+    places: Mapping[int, RankPlace], waits: Mapping[int, UnrecordedWait]
 ) -> dict[int, RankPlace]:
     """Return the places; of a rank in no collective with the wait that its stack shows."""
     ahead = time.time() - time.monotonic()
@@ -388,32 +369,24 @@ def _awaiting(
     return {**places, **{k: replace(places[k], receives=(call,)) for k, call in calls.items()}}
 
 
-def _unrecorded_waits(
+def unrecorded(
     places: Mapping[int, RankPlace], dumps: Mapping[int, Dump], pids: Mapping[int, int]
-) -> dict[int, _Unrecorded]:
+) -> dict[int, UnrecordedWait]:
     """Return the waits that stacks show, of ranks in no collective.
 
     Others are left out, since to read the sources of lines takes milliseconds a rank.
     """
-    outside = [rank for rank, one in places.items() if not (one.is_held or one.problem)]
-    waits = {
-        rank: _unrecorded(pids[rank], dumps[rank], places[rank].done > 0)
-        for rank in outside
-        if rank in dumps
-    }
-    return {rank: one for rank, one in waits.items() if one is not None}
-
-
-def _unrecorded(pid: int, dump: Dump, begun: bool) -> _Unrecorded | None:
-    """Return the wait for another rank that the stack of a process shows, if it does.
-
-    One that has not ``begun`` any collective has waited all the time, however often it was woken.
-    """
-    name = stackdump.wait_in(dump, partial(_line, pid))
-    if not name:
-        return None
-    woken = proc.status(pid).get("voluntary_ctxt_switches", "") if begun else "0"
-    return _Unrecorded(name, pid, int(woken) if woken.isdigit() else -1, time.monotonic())
+    found: dict[int, UnrecordedWait] = {}
+    for rank, one in places.items():
+        if rank not in dumps or one.is_held or one.problem:
+            continue
+        pid = pids[rank]
+        if name := stackdump.wait_in(dumps[rank], partial(_line, pid)):
+            # One that has not begun any collective has waited all the time.
+            woken = proc.status(pid).get("voluntary_ctxt_switches", "") if one.done else "0"
+            number = int(woken) if woken.isdigit() else -1
+            found[rank] = UnrecordedWait(name, pid, number, time.monotonic())
+    return found
 
 
 def _line(pid: int, file: str, number: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.context import RunContext
 from elaunch.agent.hangs.elsewhere import OtherNodes
-from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.hangs.sample import Sampler
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.nodes.store import StoreOpener, rules
 from elaunch.agent.peers.directory import LocalCopies
@@ -54,7 +54,7 @@ def join(
     show: Callable[[str], None],
     probe: str,
     saver: AgentSaver,
-    hangs: HangWatch,
+    sampler: Sampler,
     views: NodeViews,
 ) -> StatusPublisher:
     """Prepare to join the job, with the first turn after which this node can.
@@ -75,7 +75,7 @@ def join(
     key = partial(_key_of, opener, settings.run_id)
     meeting = Meeting(_store_opener(opener, peers, group), agreed, key, world)
     saver.meet(meeting.read_plan, peers)
-    hangs.meet(OtherNodes(peers, hangs.places, hangs.failed))
+    sampler.others = OtherNodes(peers, sampler.places, sampler.workers.failed)
     views.meet(peers)
     first = NodeStatus(
         *(os.uname().nodename, own_addr, 0, 0, settings.role, rendezvous.node_hint),

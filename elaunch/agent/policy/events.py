@@ -25,10 +25,10 @@ NoticeKnown         workers' links           it knows of a notice from another n
 PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
                     notice command
-RanksAsked          lateness                 which rank comes last is known anew, and goes to
+RanksAsked          sampler                  which rank comes last is known anew, and goes to
                                              other nodes' agents
 RestartAsked        control socket           somebody asks that the round end and the next one begin
-HangSeen            watchdog                 the workers make no progress for too long
+HangSeen            sampler                  the workers make no progress for too long
 StacksTaken         stacks                   what the workers were doing then
 SaverUsed           saver                   a worker has the agent write its checkpoints
 SavesSettled        saver                   what the round has left in memory is on disk, lost, or
@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from elaunch.agent.hangs.judge import HangVerdict
+from elaunch.agent.hangs.hang import HangVerdict
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.checkpoint.records import SearchOutcome
 from elaunch.endings import Exit as Exit

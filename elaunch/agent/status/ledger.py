@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elaunch import env, proc
-from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.hangs.sample import Sampler
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import Finish
 from elaunch.agent.policy.state import Phase, State
@@ -398,7 +398,7 @@ def open_ledger(
     run_dir: directory.RunDir,
     links: WorkerLinks,
     *,
-    hangs: HangWatch,
+    sampler: Sampler,
     record: StatusRecord,
 ) -> Ledger:
     """Return the ledger of this agent, which goes on with that of an earlier one of this run."""
@@ -411,17 +411,17 @@ def open_ledger(
     return Ledger(
         settings.checkpoint_dir is not None,
         lambda: {**links.left(), **links.readings()},
-        hangs.record,
+        sampler.record,
         threads=threads,
-        loaders=hangs.loaders,
+        loaders=sampler.loaders,
         before=None if found is None else found.get("timing"),
         begun=time.monotonic() - record.snapshot()["lasted_s"],
     )
 
 
-def times_of_node(ledger: Ledger, hangs: HangWatch) -> NodeTimes | None:
+def times_of_node(ledger: Ledger, sampler: Sampler) -> NodeTimes | None:
     """Return what the other nodes are to know of this one's time, and of its slow rank."""
-    timing, found = ledger.record(), hangs.lateness(False)
+    timing, found = ledger.record(), sampler.lateness(False)
     if timing is None:
         return None
     late, slowest = None if found is None else verdict.late_rank(found), timing["slowest"]

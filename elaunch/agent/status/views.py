@@ -41,8 +41,9 @@ import msgspec
 
 from elaunch import atonce, env, proc
 from elaunch.agent.hangs import stacks
-from elaunch.agent.hangs.watch import HangWatch
+from elaunch.agent.hangs.living import RoundWorkers
 from elaunch.agent.peers.messages import PeerConnection
+from elaunch.agent.policy.events import StacksTaken
 from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
 from elaunch.runs import usage
@@ -86,13 +87,23 @@ log = logging.getLogger("elaunch")
 class NodeViews:
     """Answers commands and other agents.
 
-    ``log_root`` is None where no log files are kept; ``record`` returns the run's record of now.
+    ``stacks`` returns the workers' stacks as py-spy's options have them shown; ``log_root`` is None
+    where no log files are kept; ``record`` returns the run's record of now. ``watched``: hangs are
+    looked for.
     """
 
     def __init__(
-        self, hangs: HangWatch, log_root: Path | None, record: Callable[[], Mapping[str, Any]]
+        self,
+        workers: RoundWorkers,
+        stacks: Callable[[tuple[str, ...]], StacksTaken],
+        log_root: Path | None,
+        record: Callable[[], Mapping[str, Any]],
+        *,
+        watched: bool,
     ) -> None:
-        self._hangs = hangs
+        self._workers = workers
+        self._stacks = stacks
+        self._watched = watched
         self._record = record
         self._tree = None if log_root is None else LogTree(log_root)
         self._measured: Mapping[int, usage.Measurement] = {}
@@ -136,9 +147,9 @@ class NodeViews:
     def _hold(self, channel: LocalChannel, rank: object, run: object) -> None:
         """Let no rank count as hanging while a debugger of ``rank`` is there."""
         with contextlib.ExitStack() as stack:
-            pid = self._hangs.pid(rank) if type(rank) is int else 0
+            pid = self._workers.pid(rank) if type(rank) is int else 0
             refused = self._no_debugger(rank, pid, run)
-            if not refused and not stack.enter_context(self._hangs.held_by_debugger(pid)):
+            if not refused and not stack.enter_context(self._workers.held_by_debugger(pid)):
                 refused = f"another `elaunch debug` looks at rank {rank}"
             channel.send({"refused": refused} if refused else {"pid": pid}, (), SEND_S)
             if not refused:
@@ -146,7 +157,7 @@ class NodeViews:
 
     def _no_debugger(self, rank: object, pid: int, run: object) -> str:
         """Return why no debugger can look at ``rank`` of ``run``, or ""."""
-        begun = self._hangs.begun
+        begun = self._workers.now.begun
         if begun is None:
             return "no worker runs now"
         if type(rank) is not int or not 0 <= rank < begun.place.world_size:
@@ -159,7 +170,7 @@ class NodeViews:
             )
         if not pid:
             return f"rank {rank} does not run now: `elaunch status {run}` tells what became of it"
-        if begun.place.nodes > 1 and self._hangs.watches:
+        if begun.place.nodes > 1 and self._watched:
             return (
                 "with --hang-timeout on several nodes the other nodes would take the wait for a "
                 "hang; start the job without it to debug it"
@@ -178,7 +189,7 @@ class NodeViews:
         numbers = ("rank", "seconds") if of == "profile" else ()
         if not all(type(request.get(name)) is int for name in numbers):
             return {"error": "'rank' and 'seconds' must be numbers"}
-        begun = self._hangs.begun
+        begun = self._workers.now.begun
         own = 0 if begun is None else begun.place.node_rank
         count = len(begun.plan.nodes) if begun is not None and begun.plan is not None else 1
         wanted = request.get("nodes")
@@ -224,10 +235,10 @@ class NodeViews:
     def _viewed(self, request: Mapping[str, Any]) -> dict[str, object]:
         if request["of"] == "stacks":
             options = tuple(one for one in SPY_OPTIONS if one in request["options"])
-            taken = self._hangs.stacks(options)
+            taken = self._stacks(options)
             return {"host": os.uname().nodename, **msgspec.to_builtins(taken)}
         if request["of"] == "workers":
-            return self._workers()
+            return self._measure()
         if request["of"] == "report":
             return self._report(request["round"])
         if request["of"] == "profile":
@@ -240,7 +251,7 @@ class NodeViews:
         data = self._tree.read(str(request["name"]), int(request["at"]), most)
         return {"bytes": data.decode("latin-1")}
 
-    def _workers(self) -> dict[str, object]:
+    def _measure(self) -> dict[str, object]:
         record = cast("Record", self._record())
         workers = record["workers"]
         pids = [one["pid"] for one in workers if one["pid"] and one["state"] == "RUNNING"]
@@ -268,7 +279,7 @@ class NodeViews:
         return answer
 
     def _profile(self, rank: int, seconds: int, native: bool) -> dict[str, object]:
-        pid = self._hangs.pid(rank)
+        pid = self._workers.pid(rank)
         if not pid:
             return {"error": f"rank {rank} does not run on {os.uname().nodename}"}
         with tempfile.TemporaryDirectory(prefix=proc.own_prefix(env.SCRATCH)) as place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,18 +52,18 @@ class Rig:
         settings.checkpoint_dir = None
         publisher = SimpleNamespace(failed_elsewhere=lambda _: None, keep=lambda *_: None)
         known: Any = {"group": self.group, "status_record": record, "publisher": publisher}
-        known["scene"] = self.take_scene
+        known["look"] = self.look
         self.reporter = Reporter(settings, run_dir, self.pump, **known)  # type: ignore[arg-type]
 
-    def take_scene(self, _: Exit, lost: bool, is_victim: bool) -> Callable[[float], Scene | None]:
-        """Return the scene; note whether other nodes would be asked."""
+    def look(self, _: Exit, lost: bool, is_victim: bool) -> Any:
+        """Return what describes the scene; note whether other nodes would be asked."""
         self.asked.append(lost)
-        return lambda _: self.scene
+        return SimpleNamespace(described=lambda _: self.scene)
 
     def show(self, limits: Limits, *history: events.Event) -> Turn:
         """Show the turns of a history, as the loop does; return the last."""
         played = Played(limits)
-        played.accuse = self.reporter.accuse
+        played.reporter = self.reporter
         for taken in (each for event in history for each in played.take(event)):
             self.reasons.append(taken.reason)
             self.reporter.see(taken)

@@ -1,16 +1,13 @@
-"""Which rank comes last to the collectives: from places alone, and asked as rarely as may be."""
+"""Which rank comes last to the collectives, and for which the others wait: from places."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 
 import pytest
 
-from elaunch.agent.hangs import lateness
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
-from elaunch.agent.hangs.lateness import Lateness, arrivals, summary
+from elaunch.agent.hangs.lateness import arrivals, awaited, kept, summary
 
 EVERYONE = (0, 1, 2, 3)
 
@@ -80,92 +77,37 @@ def test_waits_that_overlap_count_once() -> None:
     assert (found["held"], found["seconds"]) == (pytest.approx(1.0), pytest.approx(0.5))
 
 
-def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each collective once, those of the last minutes, those of this round, and no more questions
-    than one in ANSWERED_S."""
-    now = [steps(40, {1: 0.05})]
-    asked: list[int] = []
-
-    def places() -> Mapping[int, RankPlace]:
-        asked.append(1)
-        return now[0]
-
-    late = Lateness(places)
-    assert late.record(ask=False) is None and not asked
-    first = late.record(ask=True)
-    assert first is not None and first["collectives"] == 40
-    now[0] = steps(60, {1: 0.05}, first=20)
-    assert late.record(ask=True) == first and len(asked) == 1
-    monkeypatch.setattr(lateness, "ANSWERED_S", 0.0)
-    merged = late.record(ask=True)
-    assert merged is not None and merged["collectives"] == 60
-    now[0] = steps(4000, {1: 0.05}, first=3990)
-    kept = late.record(ask=True)
-    assert kept is not None and kept["collectives"] == 10
-    late.begin()
-    assert late.record(ask=False) is None
+def test_what_is_remembered() -> None:
+    """Each collective once, and those of the last minutes."""
+    known = kept({}, arrivals(steps(40, {1: 0.05})))
+    known = kept(known, arrivals(steps(60, {1: 0.05}, first=20)))
+    assert len(known) == 60
+    assert len(kept(known, {})) == 60
+    assert len(kept(known, arrivals(steps(4000, {1: 0.05}, first=3990)))) == 10
 
 
 def waiting(number: int, seconds: float) -> RankPlace:
     """Return a rank that has waited in a collective of the default group for so long."""
-    call = CollectiveCall(number, "all_reduce", at=time.time() - seconds, waits=True)
+    call = CollectiveCall(number, "all_reduce", at=1000.0 - seconds, waits=True)
     return RankPlace({"0": GroupPlace(EVERYONE, calls=(call,))})
 
 
-def test_for_which_rank_the_others_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After half a minute all nodes are asked; it is said until those here go on, logged once."""
-    monkeypatch.setattr(lateness, "ANSWERED_S", 0.0)
-    outside, asked = rank({6: 1.0}), list[int]()
-    own = {0: waiting(7, 20.0), 1: waiting(7, 20.0)}
-    elsewhere = {2: waiting(7, 400.0), 3: outside}
+def test_for_which_rank_the_others_wait() -> None:
+    """As long as those here wait in what all were asked of."""
+    elsewhere = {2: waiting(7, 400.0), 3: rank({6: 1.0})}
 
-    def everywhere() -> Mapping[int, RankPlace]:
-        asked.append(1)
-        return {**own, **elsewhere}
+    def look(own: Mapping[int, RankPlace], then: Mapping[int, RankPlace]) -> str:
+        found = awaited(own, {**then, **elsewhere}, 1000.0, 30.0)
+        return "" if found is None else f"{found.ranks} {found.sentence}"
 
-    late = Lateness(lambda: own, everywhere)
-
-    def look() -> str:
-        late._ask()
-        late._ask_everywhere()
-        found = late.awaited()
-        return "" if found is None else f"{found['ranks']} {found['text']}"
-
-    assert not look() and not asked
-    own[0], own[1] = waiting(7, 40.0), waiting(7, 35.0)
-    said = "[3] rank 3 has not entered all_reduce #7; ranks 0-2 have been waiting there for 35 s"
-    assert look() == said and asked and not caplog.text
-    own[0] = own[1] = waiting(7, 301.0)
-    for _ in range(2):
-        assert look() == said.replace("35 s", "5m 01s")
-    assert caplog.text.count("rank 3 has not entered all_reduce #7; ranks 0-2 have been") == 1
+    short = {0: waiting(7, 20.0), 1: waiting(7, 20.0)}
+    assert not look(short, short)
+    long = {0: waiting(7, 40.0), 1: waiting(7, 35.0)}
+    said = "(3,) rank 3 has not entered all_reduce #7; ranks 0-2 have been waiting there for 35 s"
+    assert look(long, long) == said
+    assert not look(long, {})
     # They have gone on, and wait for another; the others have not been asked since.
-    own[0] = own[1] = waiting(9, 40.0)
-    late.record(ask=True)
-    assert late.awaited() is None
-    own[0] = own[1] = waiting(9, 5.0)
-    assert not look()
-    late.begin()
-    assert late.awaited() is None
-
-
-def test_it_asks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the record of a run that nobody has looked at says it, too."""
-    monkeypatch.setattr(lateness, "FIRST_S", 0.01)
-    asked = threading.Event()
-
-    def places() -> Mapping[int, RankPlace]:
-        asked.set()
-        return steps(40, {1: 0.05})
-
-    late = Lateness(places)
-    late.start()
-    assert asked.wait(10)
-    late.close()
-    found = late.record(ask=False)
-    assert found is not None and found["slow"] == 1
+    assert not look({0: waiting(9, 40.0), 1: waiting(9, 40.0)}, long)
 
 
 def queued(lasted: Mapping[int, float | None]) -> dict[int, RankPlace]:

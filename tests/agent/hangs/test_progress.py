@@ -6,11 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
-from elaunch.agent.hangs.judge import Look
+from elaunch.agent.hangs.hang import Look
+from elaunch.agent.hangs.living import Living
 from elaunch.agent.hangs.progress import (
     LONGEST,
     LONGEST_S,
@@ -20,6 +23,8 @@ from elaunch.agent.hangs.progress import (
     RoundProgress,
 )
 from elaunch.agent.policy import events
+from elaunch.agent.policy.turn import Round
+from elaunch.runs.record import ProgressRecord
 from elaunch.wire.progress import PageReader, ProgressPage, Reading
 
 
@@ -63,27 +68,47 @@ def pages() -> Iterator[Pages]:
         made.detach(rank)
 
 
-def progress(
-    pages: Pages,
-    lines: ProgressLines | None = None,
-    watched: bool = True,
-    alone: bool = True,
-) -> RoundProgress:
-    """Return the progress of two workers, ranks 4 and 5, which are this process."""
-    made = RoundProgress(pages.readings, pages.left, lines, alone=alone, watched=watched)
-    begin(made)
-    return made
+class Followed:
+    """The progress of two workers, ranks 4 and 5, which are this process.
+
+    ``places`` are theirs in their collectives, ``busy`` grows while they compute.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        lines: ProgressLines | None = None,
+        alone: bool = True,
+        places: Mapping[int, RankPlace] | None = None,
+        computes: bool = False,
+    ) -> None:
+        self.pages = pages
+        self.places = {} if places is None else places
+        self.busy = 0
+        activity = (lambda _: self.busy) if computes else None
+        self.progress = RoundProgress(lines, alone=alone, activity=activity)
+        self.living = Living(cast(Round, SimpleNamespace(first_rank=4)))
+        for local_rank in (0, 1):
+            self.hear(events.WorkerStarted(0, local_rank, os.getpid(), 0.0))
+
+    def hear(self, event: events.Event) -> None:
+        """Hear of an event as the loop does."""
+        self.living = self.living.after(event)
+
+    def record(self, watched: bool = False) -> ProgressRecord | None:
+        """Return what the record says."""
+        pages = {**self.pages.left(), **self.pages.readings()}
+        return self.progress.record(self.living, pages, watched)
+
+    def look(self) -> Look | None:
+        """Return what is seen now, with the collectives if they are to be asked."""
+        pages = self.pages.readings()
+        places = {} if self.progress.note(pages) else self.places
+        return self.progress.look(self.living, pages, places)
 
 
-def begin(made: RoundProgress) -> None:
-    """Start a round."""
-    made.begin(first_rank=4)
-    for local_rank in (0, 1):
-        made.hear(events.WorkerStarted(0, local_rank, os.getpid(), 0.0))
-
-
-def seen(made: RoundProgress) -> Look:
-    """Return what is seen now."""
+def seen(made: Followed) -> Look:
+    """Return what is seen of living workers."""
     found = made.look()
     assert found is not None
     return found
@@ -94,14 +119,14 @@ def seen(made: RoundProgress) -> Look:
 
 def test_of_a_script_that_shows_nothing_nothing_is_expected(pages: Pages) -> None:
     """Neither computing nor waiting says anything of progress."""
-    found = seen(progress(pages))
+    found = seen(Followed(pages))
     assert (found.source, found.expected) == ("script", False)
     assert found.marks == {4: None, 5: None}
 
 
 def test_a_script_that_only_attaches_is_not_judged_by_its_silence(pages: Pages) -> None:
     """elaunch.init() makes a few heartbeats by itself."""
-    made = progress(pages)
+    made = Followed(pages)
     page = pages.attach(0)
     assert not seen(made).expected
     for _ in range(SILENT):
@@ -115,7 +140,7 @@ def test_a_script_that_only_attaches_is_not_judged_by_its_silence(pages: Pages) 
 @pytest.mark.parametrize("call", ["step", "progress", "status", "enter"])
 def test_a_script_that_says_something_is_the_source(pages: Pages, call: str) -> None:
     """At the first word."""
-    made = progress(pages)
+    made = Followed(pages)
     page = pages.attach(1)
     words = {"step": (3,), "progress": (0.5,), "status": ("warm",), "enter": ("eval", None)}
     getattr(page, call)(*words[call])
@@ -132,8 +157,7 @@ def test_calls_of_the_checkpoint_are_no_reports(pages: Pages) -> None:
         4: RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1),
         5: RankPlace({"0": GroupPlace((4, 5), calls=(inside,))}, done=SET_UP + 1),
     }
-    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: places)
-    begin(made)
+    made = Followed(pages, places=places)
     page = pages.attach(0)
     page.ready()
     for kind in ("load", "save", "save"):
@@ -153,7 +177,7 @@ def test_calls_of_the_checkpoint_are_no_reports(pages: Pages) -> None:
 
 def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
     """Some scripts speak on rank 0 only."""
-    made = progress(pages)
+    made = Followed(pages)
     pages.attach(0).step(1)
     pages.attach(1).beat()
     marks = seen(made).marks
@@ -162,7 +186,7 @@ def test_ranks_that_attach_and_say_nothing_are_not_judged(pages: Pages) -> None:
 
 def test_the_script_wins_over_lines(pages: Pages) -> None:
     """The first that is there."""
-    made = progress(pages, ProgressLines("step"))
+    made = Followed(pages, ProgressLines("step"))
     assert seen(made).source == "log lines"
     pages.attach(0).step(1)
     assert seen(made).source == "script"
@@ -171,11 +195,11 @@ def test_the_script_wins_over_lines(pages: Pages) -> None:
 def test_lines_are_expected_where_no_other_node_may_print_them(pages: Pages) -> None:
     """Or where they have come before."""
     lines = ProgressLines("step")
-    assert seen(progress(pages, lines)).expected
-    made = progress(pages, lines, alone=False)
+    assert seen(Followed(pages, lines)).expected
+    made = Followed(pages, lines, alone=False)
     assert not seen(made).expected
     lines.listener(0)(b"step 1\n")
-    begin(made)
+    made.progress.begin()
     assert seen(made).expected
 
 
@@ -183,21 +207,20 @@ def test_a_script_that_has_spoken_is_the_source_of_the_next_round_from_its_start
     pages: Pages,
 ) -> None:
     """Until it has come and gone."""
-    made = progress(pages)
+    made = Followed(pages)
     pages.attach(0).step(1)
     assert seen(made).source == "script"
     pages.detach(0)
     assert not seen(made).expected
-    begin(made)
+    made.progress.begin()
     found = seen(made)
     assert (found.expected, found.marks) == (True, {4: None, 5: None})
 
 
 def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
     """Before the start and after the end."""
-    made = RoundProgress(pages.readings, pages.left)
-    assert made.look() is None
-    begin(made)
+    made = Followed(pages)
+    assert made.look() is not None
     for local_rank in (0, 1):
         made.hear(events.Exit(0, 4 + local_rank, local_rank, os.getpid(), 0, 1.0))
     assert made.look() is None
@@ -208,7 +231,7 @@ def test_nothing_is_seen_where_no_worker_lives(pages: Pages) -> None:
 
 def test_what_a_page_shows(pages: Pages) -> None:
     """Every call is progress; the section and the last call are told."""
-    made = progress(pages)
+    made = Followed(pages)
     page = pages.attach(0)
     page.step(41)
     first = seen(made).marks[4]
@@ -285,7 +308,7 @@ def test_a_pattern_that_backtracks_for_ever() -> None:
 def test_what_lines_are_to_the_judge(pages: Pages) -> None:
     """Ranks that never matched are not watched."""
     lines = ProgressLines(r"step (\d+)")
-    made = progress(pages, lines)
+    made = Followed(pages, lines)
     lines.listener(1)(b"step 3\n")
     found = seen(made)
     mark = found.marks[5]
@@ -298,7 +321,7 @@ def test_what_lines_are_to_the_judge(pages: Pages) -> None:
 
 def test_what_the_record_says(pages: Pages) -> None:
     """Fresh at each asking."""
-    made = progress(pages, watched=False)
+    made = Followed(pages)
     assert made.record() is None
     page = pages.attach(0)
     page.step(41)
@@ -328,7 +351,7 @@ def test_what_the_record_says(pages: Pages) -> None:
 
 def test_what_was_said_last_is_kept(pages: Pages) -> None:
     """Until the next round begins."""
-    made = progress(pages, watched=False)
+    made = Followed(pages)
     pages.attach(0).step(7)
     pages.detach(0)
     found = made.record()
@@ -337,10 +360,10 @@ def test_what_was_said_last_is_kept(pages: Pages) -> None:
 
 def test_the_record_names_the_source_before_the_first_look(pages: Pages) -> None:
     """Where hangs are looked for, there is always one."""
-    found = progress(pages).record()
+    found = Followed(pages).record(watched=True)
     assert found is not None and found["source"] == "script"
     lines = ProgressLines("x")
-    found = progress(pages, lines, watched=False).record()
+    found = Followed(pages, lines).record()
     assert found is not None and found["source"] == "log lines"
 
 
@@ -350,18 +373,8 @@ def test_the_record_names_the_source_before_the_first_look(pages: Pages) -> None
 def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
     """Once it has a process group; a rank that does not answer is not seen."""
     places: dict[int, RankPlace] = {}
-    asked: list[Mapping[int, int]] = []
-
-    def collectives(pids: Mapping[int, int]) -> Mapping[int, RankPlace]:
-        asked.append(pids)
-        return places
-
-    busy = {os.getpid(): 0}
-    made = RoundProgress(
-        pages.readings, pages.left, collectives=collectives, activity=busy.__getitem__
-    )
-    begin(made)
-    assert (seen(made).source, asked) == ("script", [{4: os.getpid(), 5: os.getpid()}])
+    made = Followed(pages, places=places, computes=True)
+    assert seen(made).source == "script"
     inside = CollectiveCall(61, "all_reduce", waits=True)
     places |= {
         4: RankPlace({"0": GroupPlace((4, 5), calls=(inside,))}, done=SET_UP + 1),
@@ -372,7 +385,7 @@ def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
     four, five = first.marks[4], first.marks[5]
     assert four is not None and (four.waits, four.begun, four.early) == (True, True, False)
     assert five is not None and (five.waits, five.begun, five.early) == (False, False, True)
-    busy[os.getpid()] += 1  # what a rank does that waits is no progress
+    made.busy += 1  # what a rank does that waits is no progress
     second = seen(made)
     assert second.marks[4] == four and second.marks[5] != five
     places[5] = RankPlace(problem="no answer")
@@ -388,8 +401,7 @@ def test_an_unchanged_script_is_seen_by_its_collectives(pages: Pages) -> None:
 )
 def test_a_record_that_shows_nothing_is_no_source(pages: Pages, place: RankPlace) -> None:
     """Nothing would ever move in it."""
-    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: {4: place, 5: place})
-    begin(made)
+    made = Followed(pages, places={4: place, 5: place})
     found = seen(made)
     assert (found.source, found.expected) == ("script", False)
 
@@ -398,8 +410,7 @@ def test_a_record_that_shows_nothing_is_no_source(pages: Pages, place: RankPlace
 def test_a_process_group_in_the_making_is_seen_as_long_as_it_is(pages: Pages, alone: bool) -> None:
     """No rank has entered a collective yet, on this node or another."""
     places = {5: RankPlace({"0": GroupPlace((4, 5))}, (CollectiveCall(0, "", waits=True),))}
-    made = RoundProgress(pages.readings, pages.left, alone=alone, collectives=lambda _: places)
-    begin(made)
+    made = Followed(pages, alone=alone, places=places)
     found = seen(made)
     assert (found.source, found.expected, found.marks[4]) == ("collectives", True, None)
     assert found.marks[5] is not None and found.marks[5].waits and not found.marks[5].begun
@@ -410,13 +421,9 @@ def test_a_process_group_in_the_making_is_seen_as_long_as_it_is(pages: Pages, al
 def test_what_a_rank_computes_before_it_has_a_process_group_counts_with_auto(pages: Pages) -> None:
     """Others wait for it in ``init_process_group``; once one is in the script, it does not."""
     places = {5: RankPlace({"0": GroupPlace((4, 5))}, (CollectiveCall(0, "", waits=True),))}
-    busy = {os.getpid(): 0}
-    made = RoundProgress(
-        pages.readings, pages.left, collectives=lambda _: places, activity=busy.__getitem__
-    )
-    begin(made)
+    made = Followed(pages, places=places, computes=True)
     first = seen(made).marks[4]
-    busy[os.getpid()] += 1
+    made.busy += 1
     assert first is not None and seen(made).marks[4] not in (None, first)
     places[5] = RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1)
     assert seen(made).marks[4] is None
@@ -427,8 +434,7 @@ def test_a_script_that_has_reported_and_detached_is_not_judged_by_its_collective
 ) -> None:
     """It may upload for long after its last step."""
     place = RankPlace({"0": GroupPlace((4, 5))}, done=SET_UP + 1)
-    made = RoundProgress(pages.readings, pages.left, collectives=lambda _: {4: place, 5: place})
-    begin(made)
+    made = Followed(pages, places={4: place, 5: place})
     assert seen(made).source == "collectives"
     pages.attach(0).step(1)
     assert seen(made).source == "script"

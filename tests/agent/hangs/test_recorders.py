@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from elaunch.agent.hangs import recorders, stackdump
-from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace, waited
+from elaunch.agent.hangs import recorders
+from elaunch.agent.hangs.collectives import RankPlace
+from elaunch.agent.hangs.living import Living
 from elaunch.agent.hangs.recorders import (
     DEVICE_TRACE,
     STACKS,
@@ -23,7 +22,6 @@ from elaunch.agent.hangs.recorders import (
     Recorders,
     ask,
 )
-from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy.turn import Round
 from elaunch.atonce import within
 from elaunch.wire.local import listen
@@ -31,6 +29,7 @@ from elaunch.wire.recorder import groups_path, socket_path
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 NOT_THERE = b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
+ONE = Living(Round(0, 1), {0: 1})
 GROUPS = '["0", 2, 1, []]\n["1", 1, null, [0]]\n'
 
 
@@ -79,18 +78,15 @@ def test_an_answer_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.M
     path = socket_path(tmp_path, 0, 0)
     answering(path, BROKEN[name][0])
     groups_path(path).write_text(GROUPS)
-    asked = Recorders(tmp_path)
-    asked.begin(Round(0, 1))
-    found = asked.places({0: 1}, time.monotonic() + 5)[0]
+    found = Recorders(tmp_path).places(ONE, time.monotonic() + 5)[0]
     assert BROKEN[name][1] in found.problem and not found.groups
 
 
 def test_a_rank_whose_interpreter_ends(tmp_path: Path) -> None:
     """It takes its socket away, and leaves its groups; one that never had any is nowhere."""
     groups_path(socket_path(tmp_path, 0, 0)).write_text(GROUPS)
-    asked = Recorders(tmp_path)
-    asked._round = Round(0, 2)  # begin() removes what a round before has left
-    found = asked.places({0: 1, 1: 1}, time.monotonic() + 5)
+    two = Living(Round(0, 2), {0: 1, 1: 1})
+    found = Recorders(tmp_path).places(two, time.monotonic() + 5)
     assert found == {0: RankPlace(leaving=True)}
 
 
@@ -117,97 +113,21 @@ def test_a_groups_file_that_is_none(tmp_path: Path) -> None:
     answering(path, HEAD % 2 + b"{}")
     os.mkfifo(groups_path(path))
     asked = Recorders(tmp_path)
-    asked.begin(Round(0, 1))
     found: list[RankPlace] = []
     until = time.monotonic() + 5
-    assert within(20.0, lambda: found.append(asked.places({0: 1}, until)[0]), "asks")
+    assert within(20.0, lambda: found.append(asked.places(ONE, until)[0]), "asks")
     assert "not a regular file" in found[0].problem
-
-
-def test_a_stack_without_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows no receive."""
-    empty = Dump((), ())
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: ({}, {0: empty}))
-    places = {0: RankPlace(done=1)}
-    assert Recorders(tmp_path).with_receives(places, {0: 1}, 0.0) == places
-
-
-def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was seen to wait has waited for so long, whatever the clock shows."""
-    inside = CollectiveCall(7, "all_reduce", at=1000.0, waits=True)
-    places = {0: RankPlace({"0": GroupPlace((0, 1), calls=(inside,))}), 1: RankPlace()}
-    clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
-    monkeypatch.setattr(recorders, "time", clock)
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: (places, {}))
-    asked = Recorders(tmp_path)
-    assert asked.with_receives(asked.places({}, 0.0), {}, 0.0) == places
-    clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
-    assert asked.places({}, 0.0) == places  # else the same call would look like another
-    found = asked.with_receives(places, {}, 0.0)
-    assert (waited(found, 500.0), found[1]) == (10.0, places[1])
-
-
-def test_a_clock_that_is_set_back_in_a_receive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which only the stack shows."""
-    clock = SimpleNamespace(time=lambda: 1003.0, monotonic=lambda: 50.0)
-    monkeypatch.setattr(recorders, "time", clock)
-    frame = f'File "{stackdump._TORCHS}", line 1 in recv'
-    places, dumps = {0: RankPlace(done=1)}, {0: Dump((frame,), ())}
-    monkeypatch.setattr(Recorders, "_ask", lambda *_: lambda: (places, dumps))
-    asked, pids = Recorders(tmp_path), {0: 1}
-    assert waited(asked.with_receives(asked.places(pids, 0.0), pids, 0.0), 1003.0) == 0.0
-    clock.time, clock.monotonic = lambda: 500.0, lambda: 60.0
-    assert waited(asked.with_receives(asked.places(pids, 0.0), pids, 0.0), 500.0) == 10.0
-
-
-def test_a_receive_after_the_other_is_no_long_one() -> None:
-    """A rank that is woken in between has received something."""
-    first = recorders._Unrecorded("recv", 7, 100, 4.0)
-    for woken, at in ((100, 4.0), (102, 4.0), (103, 9.0)):
-        assert recorders._Unrecorded("recv", 7, woken, 9.0).after(first).at == at
-    assert recorders._Unrecorded("send", 7, 100, 9.0).after(first).at == 9.0
-    assert recorders._Unrecorded("recv", 8, 100, 9.0).after(first).at == 9.0
-    assert recorders._Unrecorded("recv", 7, 100, 9.0).after(None).at == 9.0
-    made = recorders._Unrecorded("new_group", 7, 100, 4.0)
-    assert recorders._Unrecorded("new_group", 7, 150, 9.0).after(made).at == 4.0
 
 
 def test_a_torch_without_nccl_is_not_asked_for_its_record_again(tmp_path: Path) -> None:
     """One answer is enough: all workers have the same torch."""
     asked, body = Recorders(tmp_path), b'{"pg_status": {"0": {"last_enqueued_collective": "3"}}}'
     path = socket_path(tmp_path, 0, 0)
-    asked.begin(Round(0, 1))
     answering(path, HEAD % len(body) + body)
     groups_path(path).write_text('["0", 1, 0, []]\n')
-    assert asked.places({0: 1}, time.monotonic() + 5)[0].done == 3
-    assert asked._traces == (TRACE,)
-
-
-def test_the_first_collective_of_nccl_is_not_recorded_while_it_connects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stack shows it, and is looked at now and then; the wait is as long as it was seen."""
-    clock = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 50.0)
-    monkeypatch.setattr(recorders, "time", clock)
-    frame = f'File "{stackdump._TORCHS}", line 1 in all_reduce'
-    places = {rank: RankPlace({"0": GroupPlace((0, 1))}) for rank in (0, 1)}
-    dumps = {0: Dump((frame,), ()), 1: Dump(('File "a.py", line 3 in load',), ())}
-    asked: list[tuple[bytes, ...]] = []
-
-    def both(_: Recorders, pids: object, until: float, handlers: tuple[bytes, ...]) -> Any:
-        asked.append(handlers)
-        return lambda: (places, dumps)
-
-    monkeypatch.setattr(Recorders, "_ask", both)
-    own, pids = Recorders(tmp_path), {0: os.getpid(), 1: os.getpid()}
-    for now in (50.0, 51.0, 58.0):
-        clock.monotonic = lambda now=now: now
-        found = own.places(pids, now + 1)
-        assert [call.name for call in found[0].awaited] == ["all_reduce"] and not found[1].awaited
-    assert waited(found, 1000.0) == 8.0
-    assert asked.count((STACKS,)) == 2
+    assert asked.have_devices
+    assert asked.places(ONE, time.monotonic() + 5)[0].done == 3
+    assert not asked.have_devices
 
 
 def test_stacks_that_are_only_shown_are_not_waited_for(tmp_path: Path) -> None:

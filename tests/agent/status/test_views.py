@@ -20,6 +20,7 @@ from msgspec import structs
 
 from elaunch import env
 from elaunch.agent.hangs import stacks
+from elaunch.agent.hangs.living import Living
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.events import StacksTaken
@@ -71,13 +72,12 @@ def job(tmp_path: Path, *nodes: StacksTaken | None) -> Iterator[tuple[RunDir, li
         run.write_state(first_record("j", "j", tmp_path))
         for number, stacks in enumerate(nodes):
             begun = Round(0, 1, plan=plan, name=f"a{number}")
-            hangs: Any = SimpleNamespace(
-                begun=begun,
-                stacks=lambda options, own=stacks: own,
-                pid=lambda rank: PIDS.get(rank, 0),
-                watches=True,
+            workers: Any = SimpleNamespace(now=Living(begun), pid=lambda rank: PIDS.get(rank, 0))
+            served = NodeViews(
+                *(workers, lambda _, own=stacks: own),
+                *(tmp_path / f"logs{number}", partial(record_of, number)),
+                watched=True,
             )
-            served = NodeViews(hangs, tmp_path / f"logs{number}", partial(record_of, number))
             if stacks is not None:
                 served.meet(made[number])
             if number == 0:

@@ -5,9 +5,9 @@ It asks them every half second, and logs it after 2 s.
 
 import runpy
 
-from elaunch.agent.hangs import lateness
+from elaunch.agent.hangs import sample
 
-lateness.AWAITED_S, lateness.TOLD_S = 1.0, 2.0
-lateness.FIRST_S = lateness.EVERY_S = 0.5
-lateness.SPARING = 0
+sample.AWAITED_S, sample.TOLD_S = 1.0, 2.0
+sample.FIRST_S = sample.EVERY_S = 0.5
+sample.SPARING = 0
 runpy.run_module("elaunch", run_name="__main__", alter_sys=True)

@@ -2,7 +2,7 @@
 
 import runpy
 
-from elaunch.agent.hangs import watchdog
+from elaunch.agent.hangs import hang
 
-watchdog.UNLEARNED_S = 5.0
+hang.UNLEARNED_S = 5.0
 runpy.run_module("elaunch", run_name="__main__", alter_sys=True)

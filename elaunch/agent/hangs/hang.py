@@ -1,4 +1,4 @@
-"""Whether a round hangs: from what was seen of its workers to a verdict in words. Pure.
+"""Whether a round hangs, who hangs, and for whom: from what was seen of its workers. Pure.
 
 A *look* is what one source of progress (elaunch.agent.hangs.progress) shows of every living worker
 at one moment; :func:`advance` adds it to the history, and :func:`judge` decides from that. Time
@@ -23,10 +23,14 @@ step; else nobody is named.
 ``auto`` is FACTOR times the longest pause that was ever seen in this run outside of sections, and
 not less than LEAST. Until each worker has made LEARNED pauses, only a rank is judged that others
 wait for in a collective, after UNLEARNED_S, and from its start on.
+
+:class:`HangWatch` goes through the looks of a run and has for each what it shows of a hang; what is
+suspected is explained by the collectives of all nodes (:meth:`HangWatch.explain`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Final, Literal
 
@@ -34,7 +38,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elaunch import text
-from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.hangs import collectives
+from elaunch.agent.hangs.collectives import OUTSIDE, UNKNOWN, Culprit, RankPlace
 
 Source = Literal["script", "log lines", "collectives"]
 
@@ -45,9 +50,33 @@ UNLEARNED_S: Final = 300.0
 LENIENT: Final = 10.0
 LATEST: Final = 1.5
 """So many times its limit late, a worker is judged also if it is not clear whether others go on."""
+SHARE: Final = 20
+SHORTEST_S: Final = 0.1
+LONGEST_S: Final = 5.0
+AUTO_S: Final = 1.0
+LATE_TICKS: Final = 3
+"""Of a longer time between two looks no more than so many ticks count: nobody was looking."""
+YIELD_TICKS: Final = 3
+"""So many looks later a hang is told in which nobody is named: another node may name the rank."""
+AGAIN_S: Final = 10.0
+"""Seconds until a hang is explained again, if the workers here wait for one of another node."""
+SILENT_ASKS: Final = 3
+"""So often the other nodes are asked again since nothing is known of some rank."""
+BLIND_S: Final = 60.0
+"""Seconds until it is said that nothing is watched, where the workers show no collectives."""
+FIXES: Final[Mapping[Source, str]] = {
+    "script": "call ctx.heartbeat() of elaunch.init() in each step, or have the script print its "
+    "steps and give --progress-regex",
+    "log lines": "no line here matches --progress-regex: have each node's ranks print their steps, "
+    "or call ctx.heartbeat() of elaunch.init() in each",
+}
+"""The ways to have a script's progress seen."""
+_BLIND: Final = "the collectives of workers that are no forks of elaunch's are not seen, so "
 _MADE: Final = ("made no progress", "made progress")
 _LEFT: Final = ("not left", "left")
 """A text for ranks that have not done it, and for the case that no rank has."""
+
+log = logging.getLogger("elaunch")
 
 
 class Mark(Struct, frozen=True):
@@ -376,3 +405,124 @@ def last_words(history: RoundHistory) -> tuple[str, ...]:
         said += [f"last call {mark.doing}"] if mark.doing else []
         lines.append(f"rank {rank}: {', '.join(said)}")
     return tuple(lines)
+
+
+# ── a run ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class HangWatch:
+    """Follows one round after the other by looks ``tick`` seconds apart; one thread's.
+
+    Args:
+        asked: ``--hang-timeout``.
+        several: whether other nodes take part.
+    """
+
+    def __init__(self, asked: float | Literal["auto"], several: bool) -> None:
+        self.history = RoundHistory()
+        self.tick = AUTO_S if asked == "auto" else min(max(asked / SHARE, SHORTEST_S), LONGEST_S)
+        self._asked: float | Literal["auto"] = asked
+        self._several = several
+        self._shown = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the round before, but for how long its pauses were."""
+        self.history, self._unlearned = self.history.next_round(), RoundHistory()
+        self._yielded, self._silent, self._ask_again = 0, 0, 0.0
+
+    @property
+    def limit(self) -> float | None:
+        """The seconds that ``--hang-timeout`` comes to; None: not learned yet."""
+        return limit(self.history, self._asked)
+
+    def see(self, look: Look, waits: Look | None) -> HangVerdict | None:
+        """Return what is suspected after one more look.
+
+        ``waits`` is how the workers are by their collectives, which counts while ``auto`` has not
+        learned a limit; None while those are not known.
+        """
+        longest = LATE_TICKS * self.tick
+        self.history = advance(self.history, look, longest)
+        seconds = self.limit
+        found = judge(self.history, seconds)
+        if found is None and seconds is None and waits is not None:
+            # Whatever a script's rhythm is, nobody waits in a collective for long.
+            self._unlearned = advance(self._unlearned, waits, longest)
+            found = judge(self._unlearned, UNLEARNED_S, start=1.0)
+        if found is None:
+            self._yielded = 0
+        return found if look.at >= self._ask_again else None
+
+    def explain(
+        self,
+        found: HangVerdict,
+        places: Mapping[int, RankPlace],
+        everyone: tuple[int, ...],
+        world_size: int,
+        *,
+        now: float,
+        at: float,
+    ) -> HangVerdict | None:
+        """Name the rank that the others wait for; None: it is no hang, or another look is due.
+
+        By the collectives it is no hang before a rank of some node has waited for as long as the
+        one that is late may be: nobody is held up. Nor is it one, where all of this node's workers
+        wait, while a rank of another node is in no collective: that is its own node's to judge.
+
+        Args:
+            found: what is suspected.
+            places: of the ranks of all nodes.
+            everyone: the living ranks of this node.
+            world_size: of the job.
+            now: seconds since 1970.
+            at: now, by the clock of the looks.
+        """
+        own = [place for rank, place in places.items() if rank in found.ranks]
+        waits, pause = any(place.waits for place in own), 0.0
+        if found.source == "collectives":
+            pause = min(AGAIN_S, found.patience - collectives.waited(places, now))
+        asks = self._several or found.source == "collectives"
+        if asks and own and all(place.waits for place in own):
+            pause = max(pause, self._pause(places, world_size, found.patience))
+        if pause > 0:
+            self._ask_again, self._yielded = at + pause, 0
+            return None
+        culprit = collectives.find(places, now, least=found.patience / 2, late=found.ranks)
+        made = accuse(found, culprit, everyone, waits)
+        self._yielded = 0 if made.named or not self._several else self._yielded + 1
+        return None if 0 < self._yielded <= YIELD_TICKS else made
+
+    def _pause(self, places: Mapping[int, RankPlace], world_size: int, patience: float) -> float:
+        """Return in how many seconds to ask again, since a rank is in no collective, or silent."""
+        ranks = [places.get(rank, UNKNOWN) for rank in range(world_size)]
+        loose = [place for place in ranks if not place.is_held]
+        if not self._several or self._asked != "auto":  # else one that computes may be late
+            loose = [place for place in loose if place != OUTSIDE]
+        if not self._several:  # its turn comes when it is late itself
+            return min(AGAIN_S, patience) if any(not one.problem for one in loose) else 0.0
+        if all(place.problem for place in loose):
+            self._silent += bool(loose)
+            return AGAIN_S if loose and self._silent <= SILENT_ASKS else 0.0
+        self._silent = 0
+        return AGAIN_S
+
+    def note_silence(self, blind: bool) -> None:
+        """Log once in a run that nothing is watched, since the script shows no progress.
+
+        ``blind``: the workers' collectives cannot be seen, whatever the script does.
+        """
+        history, least = self.history, LEAST if self._asked == "auto" else self._asked
+        patience = min(least, BLIND_S) if blind else LENIENT * least
+        self._shown = self._shown or history.begun
+        if self._shown or history.expected or history.waited <= patience:
+            return
+        self._shown = True
+        log.warning(
+            "--hang-timeout %s watches nothing so far: in the first %.0f s of the round no worker "
+            "of this node has shown any progress; %s%s (docs/hangs.md)",
+            self._asked if self._asked == "auto" else f"{self._asked:g}",
+            history.waited,
+            _BLIND if blind and history.source == "script" else "",
+            FIXES.get(history.source, FIXES["script"]),
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from elaunch.agent.hangs.judge import (
+from elaunch.agent.hangs.hang import (
     FACTOR,
     LEARNED,
     LEAST,
