@@ -180,7 +180,7 @@ class Sampler:
         no stack is to be looked at.
         """
         begun = self.workers.now.begun
-        if begun is None or begun.round != round_number:
+        if begun is None or begun.round != round_number or not self._thread.is_alive():
             return {}
         question = _Question(waited, queue.SimpleQueue())
         self._inbox.put(question)
