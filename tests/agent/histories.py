@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from elaunch.agent.failure.ends import Failure
+from elaunch.agent.failure.evidence import Failure
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events, turn

@@ -60,7 +60,7 @@ Of a round that hung the first lines are::
         File "…/torch/distributed/distributed_c10d.py", line 4165 in barrier
     No stacks of rank 4: the process is stopped by a signal (SIGSTOP) or by a debugger
 
-The report is made by :func:`build` (elaunch.agent.failure.ends).
+The report is made by :func:`build` (elaunch.agent.failure.verdict).
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
-from elaunch.agent.failure.ends import Failure, FailureReport, Hang, signal_name, summary
+from elaunch.agent.failure.evidence import Failure, Hang, signal_name
 from elaunch.agent.failure.explain import Explanation
+from elaunch.agent.failure.verdict import FailureReport, summary
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 from elaunch.endings import Exit
@@ -154,7 +155,7 @@ def _cause(report: FailureReport) -> Iterator[str]:
     yield f"{begins}{_identity(end)} on host {report.host} {end.how}{_when(report)}"
     scene = "" if report.scene is None else report.scene.sentence
     meanwhile = f"Meanwhile {scene}." if scene and not report.culprit else ""
-    for line in (_reason(report), *_likelier(report), meanwhile):
+    for line in (_reason(report), meanwhile):
         yield from _wrap(line)
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
@@ -247,15 +248,6 @@ def _evidence(failure: Failure) -> Iterator[str]:
     yield from (f"  {line}".rstrip() for line in failure.traceback)
 
 
-def _likelier(report: FailureReport) -> Iterator[str]:
-    """Yield a hint at another rank if the first one's error is what a victim shows."""
-    other = report.likelier
-    if other is not None and not report.culprit:
-        said = f": {_first_line(other.message)}" if other.message else ""
-        yield f"The likelier cause is rank {other.exit.rank}, which {other.exit.how}{said}"
-        yield _coded(other.explanation)
-
-
 def _coded(known: Explanation) -> str:
     """Return a cause and its fix with the command that says more of it."""
     return f"{known.text} (elaunch explain {known.code})" if known.code else known.text
@@ -266,7 +258,7 @@ def _next(report: FailureReport) -> Iterator[str]:
     if report.follows is None or report.follows.checkpoint is None:
         return
     resumed, lost = report.follows.checkpoint, report.steps_lost
-    cost = f"; {count(lost, 'step')} lost (it was at step {report.at_step})" if lost else ""
+    cost = f"; {count(lost, 'step')} lost (it was at step {report.known.at_step})" if lost else ""
     yield from _wrap(
         f"Round {report.follows.round} resumes from step {resumed.step}{cost}: {resumed.path}"
     )

@@ -22,8 +22,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from elaunch import proc
-from elaunch.agent.failure import culprit, ends, explain, report
-from elaunch.agent.hangs.collectives import Culprit
+from elaunch.agent.failure import explain, report, verdict
+from elaunch.agent.failure.evidence import Evidence, Failure, Hang
+from elaunch.agent.failure.verdict import FailureReport
 from elaunch.agent.hangs.lastlook import LastLook
 from elaunch.agent.hangs.scene import Scene
 from elaunch.agent.logs.pump import LogPump
@@ -78,15 +79,15 @@ class Reporter:
         self._at_step: int | None = None
         self._look = look
         self._looked: LastLook | None = None
-        self._first: ends.Failure | None = None
-        self._made: ends.FailureReport | None = None
+        self._first: Failure | None = None
+        self._made: FailureReport | None = None
         self._shown = False
         self._noticed: float | None = None
         self._ended: frozenset[int] = frozenset()
         self._oom_kills = proc.oom_kill_count()
         self._oom = False
         self._shm_free: int | None = None
-        self._kept: tuple[ends.Failure, ...] = ()
+        self._kept: tuple[Failure, ...] = ()
 
     def see(self, turn: Turn) -> None:
         """Take down what cannot be seen any more when the turn's action is done.
@@ -116,7 +117,7 @@ class Reporter:
             self._first = replace(found.first, error_file=None)
             is_victim = self._first.explanation.victim
             # What it has lost may be a rank of another node.
-            lost = state.limits.meets and found.code in culprit.CLOSED
+            lost = state.limits.meets and found.code in verdict.CLOSED
         if state.phase is Phase.RUNNING and (state.alive or lost):
             self._looked = self._look(state.first, lost, is_victim)
 
@@ -219,7 +220,7 @@ class Reporter:
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
             self._at_step = _furthest(self._progress())
 
-    def _leaving(self, state: State, scene: Scene | None) -> Iterator[ends.Failure]:
+    def _leaving(self, state: State, scene: Scene | None) -> Iterator[Failure]:
         """Yield what those have left so far that were on their way to an end of their own."""
         for rank in () if scene is None else scene.leaving:
             local_rank = rank - state.first_rank
@@ -227,11 +228,37 @@ class Reporter:
                 end = Exit(state.round, rank, local_rank, 0, 1, time.monotonic(), stopped=True)
                 yield self._left(end, True)
 
-    def _make(self, state: State, scene: Scene | None = None) -> ends.FailureReport:
+    def _make(self, state: State, scene: Scene | None = None) -> FailureReport:
         """Make the report of a failed round."""
         if not self._kept:
             self._keep(state)
-        circumstances = ends.Circumstances(
+        settings, known = self._settings, self._evidence(state, scene)
+        host = socket.gethostname()
+        name = settings.name if settings.entrypoint == CALLER else settings.entrypoint
+        first = _first(state)
+
+        def build(kept: tuple[Failure, ...]) -> FailureReport:
+            return verdict.build(name, host, state.round, kept, first, known)
+
+        what = "cannot read the workers' files"
+        made = bounded(partial(build, self._kept), None, what, self._group.files_root)
+        without = {"error_file": None, "stdout_path": None}  # both would be read
+        made = made or build(tuple(replace(each, **without) for each in self._kept))
+        self._kept = ()
+        return made
+
+    def _evidence(self, state: State, scene: Scene | None) -> Evidence:
+        """Return what is known of the round beside its workers' ends."""
+        size, first = state.limits.nproc, state.first_rank
+        ended = frozenset(first + local_rank for local_rank in self._ended)
+        if state.limits.meets and state.plan is not None:
+            others = frozenset(range(state.plan.world_size)) - {*range(first, first + size)}
+            if scene is not None and others <= scene.seen:
+                ended |= others & {*scene.ended}
+                size += len(others & {*scene.ended})
+            else:
+                size = 0
+        return Evidence(
             started_at=None if state.began is None else wall_time(state.began),
             local_world_size=state.limits.nproc,
             noticed_monotonic=self._noticed,
@@ -239,22 +266,10 @@ class Reporter:
             hang=_hang(state),
             at_step=self._at_step,
             scene=scene,
+            ended=ended,
+            size=0 if state.alive else size,
             places=self._places(),
         )
-        settings = self._settings
-        host = socket.gethostname()
-        name = settings.name if settings.entrypoint == CALLER else settings.entrypoint
-        first = _first(state)
-
-        def build(kept: tuple[ends.Failure, ...]) -> ends.FailureReport:
-            return ends.build(name, host, state.round, kept, first, circumstances)
-
-        what = "cannot read the workers' files"
-        made = bounded(partial(build, self._kept), None, what, self._group.files_root)
-        without = {"error_file": None, "stdout_path": None}  # both would be read
-        made = made or build(tuple(replace(each, **without) for each in self._kept))
-        self._kept = ()
-        return replace(made, culprit=self._culprit(state, made))
 
     def _places(self) -> tuple[str, ...]:
         """Return where the job writes, its script's arguments among them, which often say where."""
@@ -262,20 +277,6 @@ class Reporter:
         own = (settings.checkpoint_dir, environ.get("HOME"), environ.get("TMPDIR"), "/tmp")
         named = (word.rpartition("=")[2] for word in settings.args)
         return tuple(str(at) for at in (*own, self._group.files_root, ".", *named) if at)
-
-    def _culprit(self, state: State, made: ends.FailureReport) -> Culprit | None:
-        if made.hang is not None:
-            return culprit.of_hang(made, made.hang.seen)
-        size, first = state.limits.nproc, state.first_rank
-        ended = {first + local_rank for local_rank in self._ended}
-        if state.limits.meets and state.plan is not None:
-            others = set(range(state.plan.world_size)) - set(range(first, first + size))
-            scene = made.scene
-            if scene is None or not others <= scene.seen:
-                return culprit.of_failure(made, ended, 0)
-            elsewhere = others & set(scene.ended)
-            ended, size = ended | elsewhere, size + len(elsewhere)
-        return culprit.of_failure(made, ended, 0 if state.alive else size)
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
@@ -291,9 +292,9 @@ class Reporter:
         run_dir = self._run_dir
         bounded(run_dir.drop_reports, None, "cannot remove old failure reports", run_dir.path)
 
-    def _left(self, end: Exit, stopped: bool) -> ends.Failure:
+    def _left(self, end: Exit, stopped: bool) -> Failure:
         stdout, stderr = self._pump.paths(end.local_rank)
-        return ends.Failure(
+        return Failure(
             exit=end,
             at=wall_time(end.at),
             stopped=stopped,
@@ -321,8 +322,8 @@ def _first(state: State) -> int:
     return next((local_rank for local_rank in hung if local_rank in ended), ended[0])
 
 
-def _hang(state: State) -> ends.Hang | None:
+def _hang(state: State) -> Hang | None:
     if state.hang is None or not state.hung:
         return None
     stacks = state.stacks or events.StacksTaken(state.round)
-    return ends.Hang(state.hang, wall_time(state.hang.at), stacks)
+    return Hang(state.hang, wall_time(state.hang.at), stacks)

@@ -6,3 +6,16 @@ their collectives by ``recorders`` and ``trace``. What that means is found purel
 ``lateness`` the one that comes last. ``lastlook`` asks the others when the first has failed, and
 ``stacks`` asks every worker where it is before a round that hangs is ended.
 """
+
+__all__ = [
+    "collectives",
+    "elsewhere",
+    "hang",
+    "lastlook",
+    "living",
+    "progress",
+    "sample",
+    "scene",
+    "stackdump",
+    "stacks",
+]

@@ -40,6 +40,11 @@ class Scene(Struct, frozen=True):
         """In which collective they waited, or ""."""
         return "" if self.culprit is None else self.culprit.sentence
 
+    def to_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data (docs/failure-report.md)."""
+        stacks = [group.to_dict() for group in self.groups]
+        return {"collectives": self.sentence or None, "stacks": stacks}
+
 
 def describe(
     round_number: int,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from elaunch.agent.failure.ends import FailureReport
 from elaunch.agent.failure.errorfile import write_launcher_file
 from elaunch.agent.failure.report import render
+from elaunch.agent.failure.verdict import FailureReport
 from elaunch.agent.policy import events, nodes
 from elaunch.agent.policy.state import Phase, State, failure
 from elaunch.agent.policy.turn import Turn

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.failure.ends import build
 from elaunch.agent.failure.report import HEADING, NO_TRACEBACK, NOT_AVAILABLE, render
+from elaunch.agent.failure.verdict import build
 from tests import warm
 from tests.agent.histories import left
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from elaunch.agent.failure.causes import TEXTS
-from elaunch.agent.failure.ends import build
 from elaunch.agent.failure.explain import CAUSES, sentence
 from elaunch.agent.failure.report import render
+from elaunch.agent.failure.verdict import build
 from elaunch.cli import execute
 from elaunch.runs import directory
 from elaunch.runs.directory import KEPT_REPORTS, RunDir

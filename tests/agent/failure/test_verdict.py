@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from elaunch.agent.failure.culprit import of_failure, of_hang
-from elaunch.agent.failure.ends import Circumstances, Failure, FailureReport, build
+from elaunch.agent.failure.evidence import Evidence, Failure, Hang
+from elaunch.agent.failure.verdict import build
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.hangs.scene import Scene
-from elaunch.agent.policy.events import HangSeen
+from elaunch.agent.policy.events import HangSeen, StacksTaken
 from tests.agent.histories import left
 
 HEAD = ("Traceback (most recent call last):", '  File "t.py", line 3, in <module>')
@@ -28,10 +30,10 @@ def end(rank: int, exitcode: int, tail: tuple[str, ...] = (), *, stopped: bool =
     return left(rank, exitcode, tail=tail, stopped=stopped)
 
 
-def made(*ends: Failure, scene: Scene | None = None) -> FailureReport:
-    """Return the report of ends of which the first failed first."""
-    known = Circumstances(scene=scene)
-    return build("t.py", "node0", 0, ends, ends[0].exit.local_rank, known)
+def found_by(*ends: Failure, **known: Any) -> Culprit | None:
+    """Return the culprit by ends of which the first failed first, of four ranks."""
+    evidence = Evidence(**{"size": 4, **known})
+    return build("t.py", "node0", 0, ends, ends[0].exit.local_rank, evidence).culprit
 
 
 def seen(culprit: Culprit | None = None, awaited: Culprit | None = None) -> Scene:
@@ -42,44 +44,44 @@ def seen(culprit: Culprit | None = None, awaited: Culprit | None = None) -> Scen
 def test_a_rank_that_is_late_has_not_killed_another() -> None:
     """It evaluates, while another is killed for memory, or raises."""
     for failed in (end(1, -9), end(1, 1, OWN), end(1, -11)):
-        assert of_failure(made(failed, scene=seen(BEHIND)), (), 4) is None
+        assert found_by(failed, scene=seen(BEHIND)) is None
     for failed in (end(1, 1, LATE), end(1, 1, MISSING)):
-        assert of_failure(made(failed, scene=seen(BEHIND)), (), 4) == BEHIND
+        assert found_by(failed, scene=seen(BEHIND)) == BEHIND
 
 
 def test_a_rank_that_stands_still_has_closed_no_connection() -> None:
     """One that has ended has; or it was another's, which had waited until its timeout."""
     lost = end(1, 1, LOST)
-    assert of_failure(made(lost, scene=seen(BEHIND)), (), 4) is None
-    assert of_failure(made(lost, end(0, 1, LATE), scene=seen(BEHIND)), (), 4) == BEHIND
+    assert found_by(lost, scene=seen(BEHIND)) is None
+    assert found_by(lost, end(0, 1, LATE), scene=seen(BEHIND)) == BEHIND
     ended = replace(BEHIND, kind="ended")
-    assert of_failure(made(lost, scene=seen(ended)), (), 4) == ended
+    assert found_by(lost, scene=seen(ended)) == ended
 
 
 def test_collectives_that_differ_are_a_cause_by_themselves() -> None:
     """Whatever the first that fails of it says."""
-    assert of_failure(made(end(1, 1, OWN), scene=seen(DIFFER)), (), 4) == DIFFER
+    assert found_by(end(1, 1, OWN), scene=seen(DIFFER)) == DIFFER
 
 
 def test_a_short_wait_proves_nothing_but_for_a_timeout() -> None:
     """For that the ranks have waited as long as they do."""
     short = replace(BEHIND, lasting=False)
-    assert of_failure(made(end(1, 1, MISSING), scene=seen(short)), (), 4) is None
-    assert of_failure(made(end(1, 1, LATE), scene=seen(short)), (), 4) == short
-    assert of_failure(made(end(1, 1, LATE), scene=seen(None, short)), (), 4) == short
-    assert of_failure(made(end(1, 1, LOST), scene=seen(None, short)), (), 4) is None
+    assert found_by(end(1, 1, MISSING), scene=seen(short)) is None
+    assert found_by(end(1, 1, LATE), scene=seen(short)) == short
+    assert found_by(end(1, 1, LATE), scene=seen(None, short)) == short
+    assert found_by(end(1, 1, LOST), scene=seen(None, short)) is None
     nobody = replace(short, ranks=())
-    assert of_failure(made(end(1, 1, LATE), scene=seen(nobody)), (), 4) is None
+    assert found_by(end(1, 1, LATE), scene=seen(nobody)) is None
 
 
 def test_a_rank_that_failed_for_a_cause_of_its_own() -> None:
     """It was noticed after its victim; one that says nothing at all is not accused."""
-    found = of_failure(made(end(0, 1, LOST), end(1, 1, OWN)), (), 4)
+    found = found_by(end(0, 1, LOST), end(1, 1, OWN))
     assert found == Culprit((1,), "rank 1 failed at t.py:3: ValueError: boom")
-    found = of_failure(made(end(0, 1, LOST), end(1, -11)), (), 4)
+    found = found_by(end(0, 1, LOST), end(1, -11))
     assert found == Culprit((1,), found.sentence if found else "")
     assert found is not None and found.sentence.startswith("rank 1 was killed by SIGSEGV: native")
-    assert of_failure(made(end(0, 1, LOST), end(1, 1)), (), 4) is None
+    assert found_by(end(0, 1, LOST), end(1, 1)) is None
 
 
 def test_a_rank_that_has_raised_and_never_ends() -> None:
@@ -90,10 +92,14 @@ def test_a_rank_that_has_raised_and_never_ends() -> None:
         end(2, -15, OWN, stopped=True),
     ]
     everyone = (0, 1, 2)
+
+    def hung(seen: HangSeen) -> Culprit | None:
+        return found_by(*ends, hang=Hang(seen, 0.0, StacksTaken(0)))
+
     hang = HangSeen(everyone, "", "collectives", False, "so", leaving=everyone, round=0)
-    assert of_hang(made(*ends), hang) == Culprit((2,), "so")
-    assert of_hang(made(*ends), replace(hang, leaving=(0, 1))) == Culprit((), "so")
-    assert of_hang(made(*ends), replace(hang, ranks=(1,), named=True)) == Culprit((1,), "so")
+    assert hung(hang) == Culprit((2,), "so")
+    assert hung(replace(hang, leaving=(0, 1))) == Culprit((), "so")
+    assert hung(replace(hang, ranks=(1,), named=True)) == Culprit((1,), "so")
 
 
 @pytest.mark.parametrize(("ranks", "named"), [("Rank 2", (2,)), ("Ranks 2, 3", (2, 3))])
@@ -102,7 +108,7 @@ def test_whom_a_monitored_barrier_names(ranks: str, named: tuple[int, ...]) -> N
     reached = "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors"
     knows = f"RuntimeError: [Rank 0]: {ranks} failed to pass monitoredBarrier in 5000 ms"
     ends = end(1, 1, (*HEAD, reached)), end(0, 1, (*HEAD, knows), stopped=True)
-    found = of_failure(made(*ends), (), 4)
+    found = found_by(*ends)
     assert found is not None and found.ranks == named
     assert found.sentence.endswith("not come to monitored_barrier, as rank 0 says")
 
@@ -115,7 +121,7 @@ def test_whom_a_collective_of_elaunch_names() -> None:
     late += (
         "came within 5 s: rank 1 (host n, pid 7) does not answer; rank 3 (host n, pid 9): its last"
     )
-    found = of_failure(made(end(0, 1, (*HEAD, late)), end(1, -15, stopped=True)), (), 4)
+    found = found_by(end(0, 1, (*HEAD, late)), end(1, -15, stopped=True))
     told = "ranks 1, 3 have not come to allgather #12, as rank 0 says"
     assert found == Culprit((1, 3), told)
 
@@ -185,5 +191,7 @@ def test_ranks_that_had_ended_with_0(name: str) -> None:
     ends, ended, waiting, expected = TABLE[name]
     leaving = (3,) if name.startswith("which") else ()
     scene = Scene(0, (), waiting=waiting, leaving=leaving)
-    assert of_failure(made(*ends, scene=scene), ended, 4) == expected
-    assert of_failure(made(*ends, scene=scene), ended, 0) is None  # others are on other nodes
+    assert found_by(*ends, scene=scene, ended=frozenset(ended)) == expected
+    assert (
+        found_by(*ends, scene=scene, ended=frozenset(ended), size=0) is None
+    )  # others are on other nodes

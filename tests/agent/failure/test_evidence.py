@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elaunch.agent.failure.ends import Circumstances, Failure, build, summary
+from elaunch.agent.failure.evidence import Evidence, Failure
 from elaunch.agent.failure.report import render
+from elaunch.agent.failure.verdict import build, summary
 from elaunch.agent.hangs.collectives import Culprit
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -41,7 +42,7 @@ def test_workers_are_sorted() -> None:
         end(4, 1, 12.335),
         end(7, -15, 13, stopped=True),
     ]
-    report = build("t.py", "h", 2, exits, 1, Circumstances(started_at=17e8))
+    report = build("t.py", "h", 2, exits, 1, Evidence(started_at=17e8))
     assert report.first.exit.rank == 5
     assert [f.exit.rank for f in report.victims] == [4]
     assert [f.exit.rank for f in report.stopped] == [7]
@@ -66,7 +67,7 @@ def test_stopped_workers_that_exit_0_are_kept_apart_from_success() -> None:
 def test_clocks_that_step_back() -> None:
     """No negative times."""
     exits = [end(0, 3, 10), end(1, 3, 5)]
-    report = build("t.py", "h", 0, exits, 0, Circumstances(started_at=17e8 + 60))
+    report = build("t.py", "h", 0, exits, 0, Evidence(started_at=17e8 + 60))
     assert (report.seconds_into_round, report.victims[0].ms_after_first) == (0, 0)
 
 
@@ -139,7 +140,7 @@ def test_error_file_wins_over_stderr(tmp_path: Path) -> None:
 
 def test_explanations_use_the_round() -> None:
     """Facts of the machine reach the table of causes."""
-    known = Circumstances(local_world_size=4, shm_free=1 << 20)
+    known = Evidence(local_world_size=4, shm_free=1 << 20)
     tail = (*TRACEBACK[:2], "RuntimeError: CUDA error: invalid device ordinal")
     first = build("t.py", "h", 0, [replace(end(5, 1), tail=tail)], 1, known).first
     assert "RANK is 5 here" in first.explanation.text
@@ -155,7 +156,7 @@ def test_to_dict(tmp_path: Path) -> None:
     """The documented schema; JSON-able; sizes bounded."""
     first = replace(end(1, 1, 2), tail=(*TRACEBACK[:2], *["    f()"] * 900, "ValueError: b"))
     exits = [first, end(0, -9, 2.5), end(2, -15, 3, stopped=True)]
-    known = Circumstances(started_at=17e8, noticed_monotonic=4.5)
+    known = Evidence(started_at=17e8, noticed_monotonic=4.5)
     report = json.loads(json.dumps(build("t.py", "h", 3, exits, 1, known).to_dict()))
     worker = report.pop("first")
     victims, stopped = report.pop("victims"), report.pop("stopped")
@@ -258,7 +259,7 @@ def test_the_headline_names_who_is_to_blame(
 
 def test_what_follows_and_what_it_costs() -> None:
     """The checkpoint of the next round, and the steps behind it; nothing where it is not known."""
-    made = build("t.py", "h", 3, [end(1, 1)], 1, Circumstances(at_step=43))
+    made = build("t.py", "h", 3, [end(1, 1)], 1, Evidence(at_step=43))
     made = replace(made, culprit=Culprit((1,), "it was rank 1"))
     assert (made.steps_lost, made.to_dict()["follows"]) == (None, None)
     made = replace(made, follows=Round(4, 2, checkpoint=checkpoint(40, "/ck/40.pt")))
@@ -270,7 +271,7 @@ def test_what_follows_and_what_it_costs() -> None:
     assert render(made).endswith(
         "\nRound 4 resumes from step 40; 3 steps lost (it was at step 43): /ck/40.pt\n"
     )
-    assert replace(made, at_step=39).steps_lost is None
+    assert replace(made, known=Evidence(at_step=39)).steps_lost is None
     assert replace(made, follows=Round(4, 2)).steps_lost is None
 
 
