@@ -8,6 +8,7 @@
 ``count``         1 node, 3 nodes
 ``listed``        a, b, c and 4 more
 ``ranks``         rank 3; ranks 0-2, 5
+``ranks_do``      rank 3 has; ranks 0-2, 5 have
 ``size``          612 MiB, 1.23 GiB
 ``duration``      0.05 s, 12 s, 3m 12s, 2h 05m, 3d 04h
 ``moment``        a time of day, or a date
@@ -37,6 +38,7 @@ _DAY_S: Final = 86_400
 LONGEST_S: Final = 1e12
 """Seconds of the longest length of time; more means that it is unknown."""
 _MOST: Final = 16
+_SINGULAR: Final = {"have": "has", "are": "is", "do": "does"}
 
 
 def one_line(text: str) -> str:
@@ -125,6 +127,13 @@ def ranks(numbers: Iterable[int]) -> str:
     more = sum(map(len, parts[_MOST:]))
     behind = f" and {more} more" if more else ""
     return f"{'rank' if len(known) == 1 else 'ranks'} {', '.join(words)}{behind}"
+
+
+def ranks_do(numbers: Iterable[int], verb: str) -> str:
+    """Return "rank 3 has" or "ranks 0-2 have" of the verb "have"."""
+    known = sorted(numbers)
+    singular = _SINGULAR.get(verb, f"{verb}s")
+    return f"{ranks(known)} {singular if len(known) == 1 else verb}"
 
 
 def on_ranks(values: Iterable[tuple[int, object]]) -> list[str]:

@@ -56,7 +56,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "a peer that refuses does not tell when it will not: again, until a deadline": (
             "training.stores.roundstore:RoundStore._connect",
             "agent.peers.search:_OneSearch._ask",
-            "agent.hangs.elsewhere:OtherNodes._ask_again",
+            "agent.hangs.elsewhere:OtherNodes._ask",
             "wire.stream:dial",
             "views.read:read",
             "views.read:_settle",

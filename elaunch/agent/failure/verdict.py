@@ -321,12 +321,11 @@ def of_failure(made: FailureReport) -> Culprit | None:
         return None
     if (other := made.likelier) is not None:
         return Culprit((other.exit.rank,), failed(other))
-    return (
-        _absent(made)
-        or _awaited(made, scene)
-        or (seen if seen is not None and seen.lasting and _explains(seen, first) else None)
-        or _lost(made)
-    )
+    if (found := _absent(made) or _awaited(made, scene)) is not None:
+        return found
+    # Who stands still has closed no connection.
+    explains = seen and (seen.kind == "ended" or first.explanation.code not in CLOSED)
+    return seen if seen and seen.lasting and explains else _lost(made)
 
 
 def _absent(made: FailureReport) -> Culprit | None:
@@ -335,9 +334,8 @@ def _absent(made: FailureReport) -> Culprit | None:
         if found := _ABSENT.search("\n".join([failure.message, *failure.traceback])):
             named = _TOLD.findall(found["told"]) if found["call"] else found["ranks"].split(", ")
             ranks = tuple(sorted(map(int, named)))
-            have = "has" if len(ranks) == 1 else "have"
             what, by = found["call"] or "monitored_barrier", f"as rank {failure.exit.rank} says"
-            return Culprit(ranks, f"{text.ranks(ranks)} {have} not come to {what}, {by}")
+            return Culprit(ranks, f"{text.ranks_do(ranks, 'have')} not come to {what}, {by}")
     return None
 
 
@@ -348,11 +346,6 @@ def _awaited(made: FailureReport, scene: Scene | None) -> Culprit | None:
         return None
     known = (one for one in (scene.culprit, scene.awaited) if one is not None and one.ranks)
     return next(known, None)
-
-
-def _explains(seen: Culprit, first: Failure) -> bool:
-    """Whether the first may have failed of that: who stands still has closed no connection."""
-    return seen.kind == "ended" or first.explanation.code not in CLOSED
 
 
 def _has_lost(failure: Failure) -> bool:
@@ -376,13 +369,13 @@ def _lost(made: FailureReport) -> Culprit | None:
     went_on = sorted({*(one.exit.rank for one in lost), *waited})
     unsuccessful = [one.exit for one in (made.first, *made.victims, *made.stopped)]
     successful = size - len({one.rank for one in unsuccessful if one.exitcode})
-    have, them = ("has", "it") if len(ended) == 1 else ("have", "them")
-    gone = f"{text.ranks(sorted(ended))} {have} ended with 0"
+    gone = f"{text.ranks_do(ended, 'have')} ended with 0"
     # One that was stopped as its interpreter ended may have been done, too.
     leaving -= {*went_on, *ended}
     if len(went_on) > successful + len(leaving):
+        them = "it" if len(ended) == 1 else "them"
         return Culprit(tuple(sorted(ended)), f"{gone}, and the others have lost {them}")
-    have = "has" if len(went_on) == 1 else "have"
+    others = f"{text.ranks_do(went_on, 'have')} gone on"
     if len(went_on) < successful:
-        return Culprit(tuple(went_on), f"{text.ranks(went_on)} {have} gone on where {gone}")
-    return Culprit((), f"{gone}, and {text.ranks(went_on)} {have} gone on")
+        return Culprit(tuple(went_on), f"{others} where {gone}")
+    return Culprit((), f"{gone}, and {others}")

@@ -315,7 +315,7 @@ def _told_apart(
     fewest = sorted(shapes, key=lambda ranks: (len(ranks), ranks))
     same_name = len({call.name for call in calls.values()}) == 1
     entered = [(ranks, _described(calls[ranks[0]], same_name)) for ranks in fewest]
-    parts = [f"{text.ranks(ranks)} {_have(ranks)} entered {what}" for ranks, what in entered]
+    parts = [f"{text.ranks_do(ranks, 'have')} entered {what}" for ranks, what in entered]
     waiting = [call.at for call in calls.values() if call.waits]
     for_how_long = f"have differed for {_seconds(now - max(waiting))}" if waiting else "differ"
     named = fewest[0] if len(fewest[0]) < len(fewest[1]) else []
@@ -337,8 +337,7 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
         if outside:
             return _absent(wait, outside, places, now)
     parts = [
-        f"{text.ranks(wait.ranks)} {_verb(wait.ranks)} in {_named(wait)} for "
-        f"{text.ranks(wait.missing)}"
+        f"{text.ranks_do(wait.ranks, 'wait')} in {_named(wait)} for {text.ranks(wait.missing)}"
         for wait in sorted(waits, key=lambda one: one.ranks)
     ]
     so_far = _seconds(now - max(wait.call.at for wait in waits))
@@ -346,7 +345,7 @@ def _behind(waits: list[_Wait], places: Mapping[int, RankPlace], now: float) -> 
     order = ": collectives are entered in different orders"
     if len(waits) == 1:
         other = text.one_line(", ".join(own)) or "another one"
-        order = f", which {_verb(waits[0].missing)} in {other}"
+        order = f", which {'wait' if waits[0].missing[1:] else 'waits'} in {other}"
     return Culprit(_most_awaited(waits), f"{', '.join(parts)}{order} ({so_far} so far)")
 
 
@@ -357,16 +356,18 @@ def _absent(
     if ended := [rank for rank in outside if places[rank].ended]:
         rest = len(wait.members) - len(ended)
         if len(ended) >= rest:
-            told = f"{text.ranks(ended)} {_have(ended)} ended before it"
+            told = f"{text.ranks_do(ended, 'have')} ended before it"
             told = f"{_waiting(wait, now, f'in {_named(wait)}')}; {told}"
             return Culprit(wait.ranks if len(ended) > rest else (), told, True, "ended")
-        told = f"{text.ranks(ended)} {_have(ended)} ended before {_named(wait)}"
+        told = f"{text.ranks_do(ended, 'have')} ended before {_named(wait)}"
         return Culprit(tuple(ended), f"{told}; {_waiting(wait, now, 'there')}", True, "ended")
     lasting = now - wait.call.at > LASTING_S
     standing = [rank for rank in outside if not places[rank].leaving]
-    who = text.ranks(standing) if standing else f"{text.ranks(outside)}, {_ending(outside)},"
-    absent = standing or outside
-    told = f"{who} {_have(absent)} not entered {_named(wait)}; {_waiting(wait, now, 'there')}"
+    absent, who = standing or outside, text.ranks_do(standing or outside, "have")
+    if not standing:
+        ends = "interpreter ends" if len(outside) == 1 else "interpreters end"
+        who = f", whose {ends}, ".join(who.rsplit(" ", 1))
+    told = f"{who} not entered {_named(wait)}; {_waiting(wait, now, 'there')}"
     return Culprit(tuple(absent), told, lasting, "" if standing else "leaving")
 
 
@@ -380,14 +381,14 @@ def _making(places: Mapping[int, RankPlace], now: float, least: float) -> Culpri
     others = {rank: places.get(rank, UNKNOWN) for rank in sorted(members - waits.keys())}
     stopped = [rank for rank, place in others.items() if place.stopped]
     absent = [k for k, place in others.items() if place in (OUTSIDE, RankPlace(ended=True))]
-    wait = f"{text.ranks(waits)} {_have(waits)} been waiting"
+    wait = f"{text.ranks_do(waits, 'have')} been waiting"
     there = told = f"{wait} in {DEFAULT_GROUP}"
     if absent:
-        told = f"{text.ranks(absent)} {_have(absent)} not entered {DEFAULT_GROUP}; {wait} there"
+        told = f"{text.ranks_do(absent, 'have')} not entered {DEFAULT_GROUP}; {wait} there"
     elif stopped:
         told = f"{_silent(stopped, places)}; {there}"
     elif all(place.groups for place in others.values()):
-        left = f"{text.ranks(others)} {_have(others)}" if others else "none has"
+        left = text.ranks_do(others, "have") if others else "none has"
         told = f"{there}, which {left} left,"
     so_far = _seconds(now - max(waits.values()))
     return Culprit(tuple(absent or stopped), f"{told} for {so_far}")
@@ -411,13 +412,13 @@ def _idle(
         return None
     names = dict.fromkeys(one.name for rank in waiting for one in places[rank].receives)
     where = f"in {text.one_line(', '.join(names))}"
-    there = f"{text.ranks(waiting)} {_have(waiting)} been waiting"
+    there = f"{text.ranks_do(waiting, 'have')} been waiting"
     if stopped := [rank for rank in idle if places[rank].stopped]:
         told, idle = _silent(stopped, places), stopped
     elif len(names) == 1 and TOGETHER & names.keys():
-        told, where = f"{text.ranks(idle)} {_have(idle)} not entered {next(iter(names))}", "there"
+        told, where = f"{text.ranks_do(idle, 'have')} not entered {next(iter(names))}", "there"
     else:
-        told = f"{text.ranks(idle)} {_verb(idle)} for no other rank"
+        told = f"{text.ranks_do(idle, 'wait')} for no other rank"
     return Culprit(tuple(idle), f"{told}; {there} {where} for {_seconds(so_far)}")
 
 
@@ -444,10 +445,9 @@ def _inside(
             continue
         so_far = _seconds(now - wait.call.at)
         if wait.left and not failed:
-            are = "is" if len(wait.ranks) == 1 else "are"
-            told = f"{text.ranks(wait.ranks)} {are} still in {_named(wait)} after {so_far}"
+            told = f"{text.ranks_do(wait.ranks, 'are')} still in {_named(wait)} after {so_far}"
             named = () if wait.call.name in _ROOTED else wait.ranks
-            return Culprit(named, f"{told}; {text.ranks(wait.left)} {_have(wait.left)} left it")
+            return Culprit(named, f"{told}; {text.ranks_do(wait.left, 'have')} left it")
         if len(wait.ranks) < len(wait.members):
             return Culprit((), f"{_waiting(wait, now, f'in {_named(wait)}')}")
         if len(wait.ranks) > 1:
@@ -466,29 +466,13 @@ def _named(wait: _Wait) -> str:
 
 
 def _waiting(wait: _Wait, now: float, where: str) -> str:
-    who, so_far = text.ranks(wait.ranks), _seconds(now - wait.call.at)
-    return f"{who} {_have(wait.ranks)} been waiting {where} for {so_far}"
+    so_far = _seconds(now - wait.call.at)
+    return f"{text.ranks_do(wait.ranks, 'have')} been waiting {where} for {so_far}"
 
 
 def _silent(ranks: list[int], places: Mapping[int, RankPlace]) -> str:
     why = text.one_line(places[ranks[0]].problem)
-    return f"{text.ranks(ranks)} {_does(ranks)} not answer ({why})"
-
-
-def _ending(ranks: list[int]) -> str:
-    return f"whose {'interpreter ends' if len(ranks) == 1 else 'interpreters end'}"
-
-
-def _verb(ranks: Collection[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
-def _have(ranks: Iterable[int]) -> str:
-    return "has" if len(tuple(ranks)) == 1 else "have"
-
-
-def _does(ranks: list[int]) -> str:
-    return "does" if len(ranks) == 1 else "do"
+    return f"{text.ranks_do(ranks, 'do')} not answer ({why})"
 
 
 def _seconds(seconds: float) -> str:

@@ -57,38 +57,34 @@ class OtherNodes:
         found = {str(rank): msgspec.to_builtins(place) for rank, place in places.items()}
         return {"ok": True, "now": time.time(), "places": found, "failed": [*self._failed(number)]}
 
-    def ask(self, begun: Round, then: Callable[[], object]) -> RanksElsewhere:
-        """Ask in a thread where the ranks are, since one waits here; ``then`` is called after."""
-        return self._start(partial(self._ask_all, begun, True), then)
-
-    def ask_ends(self, begun: Round | None) -> RanksElsewhere:
-        """Ask in a thread how the ranks end; again while one comes to its end, for SETTLE_S."""
-        return self._start(partial(self._ask_again, begun), lambda: None)
-
-    def _ask_again(self, begun: Round | None, found: RanksElsewhere) -> None:
-        until = time.monotonic() + SETTLE_S
-        while begun is not None and begun.place.nodes <= MOST_ASKED:
-            places = self._ask_all(begun, False, found)
-            found.answered.set()
-            if time.monotonic() > until or not any(one.leaving for one in places.values()):
-                break
-            time.sleep(AGAIN_S)
-
-    def _start(
-        self, ask: Callable[[RanksElsewhere], object], then: Callable[[], object]
+    def ask(
+        self, begun: Round, waited: bool, then: Callable[[], object] = lambda: None
     ) -> RanksElsewhere:
+        """Ask in a thread where the ranks are; ``then`` is called when all is settled.
+
+        ``waited``: a rank waits here. Else one has failed: they are asked again while a rank comes
+        to its end, SETTLE_S at most, and not at all in a job of more than MOST_ASKED nodes.
+        """
         found = RanksElsewhere()
-
-        def run() -> None:
-            try:
-                ask(found)
-            finally:
-                found.answered.set()
-                found.settled.set()
-                then()
-
-        atonce.start("ask nodes", run)
+        atonce.start("ask nodes", self._ask, begun, waited, found, then)
         return found
+
+    def _ask(
+        self, begun: Round, waited: bool, found: RanksElsewhere, then: Callable[[], object]
+    ) -> None:
+        until = time.monotonic() + SETTLE_S
+        try:
+            while waited or begun.place.nodes <= MOST_ASKED:
+                places = self._ask_all(begun, waited, found)
+                found.answered.set()
+                ends = any(one.leaving for one in places.values())
+                if waited or not ends or time.monotonic() > until:
+                    break
+                time.sleep(AGAIN_S)
+        finally:
+            found.answered.set()
+            found.settled.set()
+            then()
 
     def _ask_all(self, begun: Round, waited: bool, into: RanksElsewhere) -> dict[int, RankPlace]:
         """Return where the ranks of all other nodes are now; it takes ANSWER_S at most."""

@@ -342,8 +342,7 @@ def _verdict(
     if len(named) == len(everyone) > 1:
         named = ()
     if named:
-        have = "has" if len(named) == 1 else "have"
-        told = f"{text.ranks(named)} {have} {verbs[0]} {rest}"
+        told = f"{text.ranks_do(named, 'have')} {verbs[0]} {rest}"
     else:
         told = f"no rank has {verbs[1]} {rest}"
     where = _where(history, named)

@@ -79,8 +79,8 @@ def ask(sampler: Sampler, first: Exit, lost: bool, is_victim: bool) -> LastLook 
 
 def _ask(sampler: Sampler, first: Exit, lost: bool, is_victim: bool) -> LastLook | None:
     until, living, asked = time.monotonic() + SCENE_S, sampler.workers.now, None
-    if lost and sampler.others is not None:
-        asked = sampler.others.ask_ends(living.begun)
+    if lost and sampler.others is not None and living.begun is not None:
+        asked = sampler.others.ask(living.begun, waited=False)
     pids = {rank: pid for rank, pid in living.pids.items() if rank != first.rank}
     answers = sampler.recorders.both(living, pids, until, hurries=not is_victim)
     if answers is None:

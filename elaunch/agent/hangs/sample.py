@@ -413,7 +413,7 @@ class Sampler:
             return {}
         if (others := self.others) is not None:
             if self._nodes is None:
-                self._nodes = others.ask(begun, lambda: self._inbox.put(None))
+                self._nodes = others.ask(begun, True, lambda: self._inbox.put(None))
             if not self._nodes.settled.is_set():
                 return None
             elsewhere, self._nodes = self._nodes.places, None

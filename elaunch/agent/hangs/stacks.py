@@ -38,7 +38,7 @@ from elaunch.agent.hangs import stackdump
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
 from elaunch.server import processes
-from elaunch.text import one_line, ranks
+from elaunch.text import one_line, ranks_do
 
 WRITE_S: Final = 5.0
 """Seconds for a worker to write its stacks."""
@@ -215,8 +215,7 @@ def stopped(pids: Mapping[int, int]) -> str:
     found = [rank for rank, why in rests.items() if why in RESTING]
     if not found:
         return ""
-    does = "does" if len(found) == 1 else "do"
-    return f"{ranks(found)} {does} not follow it: {rests[found[0]]}"
+    return f"{ranks_do(found, 'do')} not follow it: {rests[found[0]]}"
 
 
 def _why(worker: Worker, asked: bool, spied: str | Dump | None) -> str:

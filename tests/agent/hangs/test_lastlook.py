@@ -120,12 +120,13 @@ def test_other_nodes_are_asked_by_one_that_has_lost_a_rank(rig: SampledRound, lo
     elsewhere = RanksElsewhere()
     asked: list[object] = []
 
-    def ask_ends(begun: object) -> RanksElsewhere:
+    def ask(begun: object, waited: bool) -> RanksElsewhere:
+        assert not waited
         asked.append(begun)
         elsewhere.answered.set()
         return elsewhere
 
-    rig.sampler.others = SimpleNamespace(ask_ends=ask_ends)  # type: ignore[assignment]
+    rig.sampler.others = SimpleNamespace(ask=ask)  # type: ignore[assignment]
     look = lastlook.ask(rig.sampler, FIRST, lost, False)
     elsewhere.places, elsewhere.failed = {4: RankPlace(ended=True)}, {5}
     elsewhere.settled.set()
@@ -159,6 +160,6 @@ def test_they_are_asked_again_while_a_rank_comes_to_its_end() -> None:
     place = SimpleNamespace(nodes=2, node_rank=0)
     plan = SimpleNamespace(nodes=(0, 1))
     begun: Any = SimpleNamespace(round=0, place=place, plan=plan, own_ranks=frozenset(range(4)))
-    found = OtherNodes(peers, lambda *_: {}, lambda _: ()).ask_ends(begun)
+    found = OtherNodes(peers, lambda *_: {}, lambda _: ()).ask(begun, waited=False)
     assert found.settled.wait(20.0) and not answers
     assert (found.places[4], found.failed) == (RankPlace(ended=True), {5})

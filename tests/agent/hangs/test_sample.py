@@ -42,7 +42,7 @@ def play(tmp_path: Path) -> Iterator[Play]:
 def answering(places: dict[int, RankPlace]) -> Any:
     """Return other nodes that have answered at once."""
 
-    def ask(_: Round, then: Callable[[], object]) -> RanksElsewhere:
+    def ask(_: Round, waited: bool, then: Callable[[], object]) -> RanksElsewhere:
         found = RanksElsewhere()
         found.places = places
         found.settled.set()
