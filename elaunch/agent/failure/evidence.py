@@ -18,7 +18,7 @@ from elaunch import proc
 from elaunch.agent.failure import errorfile, explain, tracebacks
 from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.policy.events import HangSeen, StacksTaken
 from elaunch.endings import Exit
 from elaunch.files import open_regular
@@ -73,7 +73,7 @@ class Evidence(Struct, frozen=True):
     shm_free: int | None = None
     hang: Hang | None = None
     at_step: int | None = None
-    scene: Scene | None = None
+    scene: Scene = NOT_ASKED
     ended: frozenset[int] = frozenset()
     size: int = 0
     places: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class Failure(Struct, frozen=True):
 def examined(left: Failure, seconds_after: float, known: Evidence) -> Failure:
     """Return ``left`` with what its error file and its stderr say."""
     end, error = left.exit, left.error or errorfile.read(left.error_file)
-    if left.stopped and end.exitcode < 0 and _was_leaving(end, known.scene):
+    if left.stopped and end.exitcode < 0 and end.rank in known.scene.leaving:
         end = end._replace(exitcode=1)  # with which what it has raised would have ended it
     if error and error.callstack:
         lines, origin = error.callstack.rstrip("\n").split("\n"), "error file"
@@ -197,17 +197,13 @@ def _last_lines(path: str) -> list[str]:
         return []
 
 
-def came_to_end(failure: Failure, scene: Scene | None) -> bool:
+def came_to_end(failure: Failure, scene: Scene) -> bool:
     """Whether it was on its way to an end with an error before any was signalled.
 
     It may have been signalled before it came there: then it has raised.
     """
     has_failed = failure.exit.exitcode > 0 or bool(failure.message)
-    return has_failed and _was_leaving(failure.exit, scene)
-
-
-def _was_leaving(end: Exit, scene: Scene | None) -> bool:
-    return scene is not None and end.rank in scene.leaving
+    return has_failed and failure.exit.rank in scene.leaving
 
 
 def signal_name(exitcode: int) -> str | None:

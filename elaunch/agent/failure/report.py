@@ -153,7 +153,7 @@ def _cause(report: FailureReport) -> Iterator[str]:
     guilty = () if report.culprit is None else report.culprit.ranks
     begins = "First to fail: " if report.accused and end.rank not in guilty else ""
     yield f"{begins}{_identity(end)} on host {report.host} {end.how}{_when(report)}"
-    scene = "" if report.scene is None else report.scene.sentence
+    scene = report.scene.sentence
     meanwhile = f"Meanwhile {scene}." if scene and not report.culprit else ""
     for line in (_reason(report), meanwhile):
         yield from _wrap(line)
@@ -191,8 +191,7 @@ def _guilty(report: FailureReport) -> Iterator[str]:
 
 
 def _stack(report: FailureReport, rank: int) -> Sequence[str]:
-    groups = () if report.scene is None else report.scene.groups
-    return next((group.main for group in groups if rank in group.ranks), ())
+    return next((group.main for group in report.scene.groups if rank in group.ranks), ())
 
 
 def _reason(report: FailureReport) -> str:
@@ -213,8 +212,7 @@ def _log(failure: Failure) -> Iterator[str]:
 def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     """Yield who stands still, for how long, and what all were doing."""
     named = report.culprit.ranks if report.culprit and report.culprit.ranks else hang.seen.ranks
-    everyone = (report.first, *report.victims, *report.stopped)
-    guilty = next((each for each in everyone if (each.exit.rank,) == named), None)
+    guilty = next((each for each in report.everyone if (each.exit.rank,) == named), None)
     yield from _wrap(hang.seen.reason)
     who = "seen "
     if guilty:

@@ -26,7 +26,7 @@ from elaunch.agent.failure import explain, report, verdict
 from elaunch.agent.failure.evidence import Evidence, Failure, Hang
 from elaunch.agent.failure.verdict import FailureReport
 from elaunch.agent.hangs.lastlook import LastLook
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -129,8 +129,8 @@ class Reporter:
         self._kept = (first, *self._leaving(state, scene))
         return self._make(state, scene).accused
 
-    def _scene(self, patience: float) -> Scene | None:
-        return None if self._looked is None else self._looked.described(patience)
+    def _scene(self, patience: float) -> Scene:
+        return NOT_ASKED if self._looked is None else self._looked.described(patience)
 
     def report_on(self, turn: Turn) -> None:
         """Report why a round has failed, here or on another node, once that is known."""
@@ -220,15 +220,15 @@ class Reporter:
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
             self._at_step = _furthest(self._progress())
 
-    def _leaving(self, state: State, scene: Scene | None) -> Iterator[Failure]:
+    def _leaving(self, state: State, scene: Scene) -> Iterator[Failure]:
         """Yield what those have left so far that were on their way to an end of their own."""
-        for rank in () if scene is None else scene.leaving:
+        for rank in scene.leaving:
             local_rank = rank - state.first_rank
             if local_rank in state.alive:  # the code that an exception ends with
                 end = Exit(state.round, rank, local_rank, 0, 1, time.monotonic(), stopped=True)
                 yield self._left(end, True)
 
-    def _make(self, state: State, scene: Scene | None = None) -> FailureReport:
+    def _make(self, state: State, scene: Scene = NOT_ASKED) -> FailureReport:
         """Make the report of a failed round."""
         if not self._kept:
             self._keep(state)
@@ -247,13 +247,13 @@ class Reporter:
         self._kept = ()
         return made
 
-    def _evidence(self, state: State, scene: Scene | None) -> Evidence:
+    def _evidence(self, state: State, scene: Scene) -> Evidence:
         """Return what is known of the round beside its workers' ends."""
         size, first = state.limits.nproc, state.first_rank
         ended = frozenset(first + local_rank for local_rank in self._ended)
         if state.limits.meets and state.plan is not None:
             others = frozenset(range(state.plan.world_size)) - {*range(first, first + size)}
-            if scene is not None and others <= scene.seen:
+            if others <= scene.seen:
                 ended |= others & {*scene.ended}
                 size += len(others & {*scene.ended})
             else:

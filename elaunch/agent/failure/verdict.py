@@ -45,7 +45,7 @@ from elaunch.agent.failure import evidence, tracebacks
 from elaunch.agent.failure.evidence import NOTHING_KNOWN, Evidence, Failure, Hang
 from elaunch.agent.failure.explain import OF_COMMAND, explain
 from elaunch.agent.hangs.collectives import Culprit
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.policy.turn import Round
 from elaunch.endings import exit_code
 from elaunch.errors import HangError
@@ -87,13 +87,18 @@ class FailureReport(Struct, frozen=True):
     follows: Round | None = None
 
     @property
+    def everyone(self) -> tuple[Failure, ...]:
+        """The workers that have not ended well by themselves."""
+        return (self.first, *self.victims, *self.stopped)
+
+    @property
     def hang(self) -> Hang | None:
         """The hang, if the round has ended by one."""
         return self.known.hang
 
     @property
-    def scene(self) -> Scene | None:
-        """Where the others were, if they were asked."""
+    def scene(self) -> Scene:
+        """Where the others were."""
         return self.known.scene
 
     @property
@@ -126,8 +131,7 @@ class FailureReport(Struct, frozen=True):
     def guilty(self) -> Failure:
         """The worker of this node that is to blame: the culprit, or else the first to fail."""
         accused = self.culprit.ranks[:1] if self.culprit else ()
-        everyone = (self.first, *self.victims, *self.stopped)
-        return next((one for one in everyone if one.exit.rank in accused), self.first)
+        return next((one for one in self.everyone if one.exit.rank in accused), self.first)
 
     @property
     def traced(self) -> tuple[int, ...]:
@@ -135,8 +139,7 @@ class FailureReport(Struct, frozen=True):
         guilty, first = self.guilty, self.first
         if guilty.explanation.code in evidence.NO_ROOM:
             return ()
-        stacks = () if self.scene is None else self.scene.groups
-        seen = any(guilty.exit.rank in group.ranks for group in stacks)
+        seen = any(guilty.exit.rank in group.ranks for group in self.scene.groups)
         known = seen or guilty.message or guilty.explanation.code
         if guilty is first or (known and first.explanation.victim):
             return (guilty.exit.rank,)
@@ -206,7 +209,7 @@ class FailureReport(Struct, frozen=True):
             "steps_lost": self.steps_lost,
             "follows": self._follows(),
             "hang": self.hang.to_dict() if self.hang else None,
-            "meanwhile": self.scene.to_dict() if self.scene else None,
+            "meanwhile": None if self.scene is NOT_ASKED else self.scene.to_dict(),
             "first": self.first.to_dict(),
             "victims": [failure.to_dict() for failure in self.victims],
             "stopped": [failure.to_dict() for failure in self.stopped],
@@ -299,29 +302,26 @@ def of_hang(made: FailureReport) -> Culprit | None:
     hang = made.hang.seen
     if hang.named:
         return Culprit(hang.ranks, hang.culprit)
-    everyone = (made.first, *made.victims, *made.stopped)
-    raised = (each for each in everyone if each.exit.rank in hang.leaving and _has_raised(each))
-    return Culprit(tuple(sorted(each.exit.rank for each in raised)), hang.culprit)
+    leaving = (one for one in made.everyone if one.message and one.exit.rank in hang.leaving)
+    raised = (one for one in leaving if not _is_victims(one, (one.message, *one.traceback)))
+    return Culprit(tuple(sorted(one.exit.rank for one in raised)), hang.culprit)
 
 
-def _has_raised(failure: Failure) -> bool:
-    """Whether its last exception is no victim's; elaunch has ended it, which says nothing."""
-    alone = failure.exit._replace(exitcode=1)
-    found = explain(alone, "\n".join([failure.message, *failure.traceback]))
-    return bool(failure.message) and not found.victim
+def _is_victims(failure: Failure, lines: Sequence[str]) -> bool:
+    """Whether such lines of a rank are what a victim writes, however it has ended."""
+    return explain(failure.exit._replace(exitcode=1), "\n".join(lines)).victim
 
 
 def of_failure(made: FailureReport) -> Culprit | None:
     """Return who is guilty of a failure; None where nothing but its own line says that."""
-    scene, first = made.scene, made.first
-    seen = None if scene is None else scene.culprit
+    first, seen = made.first, made.scene.culprit
     if seen is not None and seen.kind == "differ":
         return seen
     if not first.explanation.victim:
         return None
     if (other := made.likelier) is not None:
         return Culprit((other.exit.rank,), failed(other))
-    if (found := _absent(made) or _awaited(made, scene)) is not None:
+    if (found := _absent(made) or _awaited(made)) is not None:
         return found
     # Who stands still has closed no connection.
     explains = seen and (seen.kind == "ended" or first.explanation.code not in CLOSED)
@@ -330,7 +330,7 @@ def of_failure(made: FailureReport) -> Culprit | None:
 
 def _absent(made: FailureReport) -> Culprit | None:
     """Return whom a collective has named."""
-    for failure in (made.first, *made.victims, *made.stopped):
+    for failure in made.everyone:
         if found := _ABSENT.search("\n".join([failure.message, *failure.traceback])):
             named = _TOLD.findall(found["told"]) if found["call"] else found["ranks"].split(", ")
             ranks = tuple(sorted(map(int, named)))
@@ -339,36 +339,27 @@ def _absent(made: FailureReport) -> Culprit | None:
     return None
 
 
-def _awaited(made: FailureReport, scene: Scene | None) -> Culprit | None:
+def _awaited(made: FailureReport) -> Culprit | None:
     """Return for whom ranks have waited until their timeout; who lost them next may come first."""
     codes = {one.explanation.code for one in (made.first, *made.victims)}
-    if scene is None or not codes & _TIMEOUTS:
-        return None
-    known = (one for one in (scene.culprit, scene.awaited) if one is not None and one.ranks)
-    return next(known, None)
-
-
-def _has_lost(failure: Failure) -> bool:
-    """Whether the last lines of a rank say that it has lost another, however it has ended."""
-    return explain(failure.exit._replace(exitcode=1), "\n".join(failure.tail)).victim
+    known = (made.scene.culprit, made.scene.awaited) if codes & _TIMEOUTS else ()
+    return next((one for one in known if one is not None and one.ranks), None)
 
 
 def _lost(made: FailureReport) -> Culprit | None:
     """Return who has ended with 0 while others went on, or who went on alone."""
     size = made.known.size
-    leaving = set(() if made.scene is None else made.scene.leaving)
+    leaving = {*made.scene.leaving}
     # One whose interpreter ended before it was signalled has come to its own end.
-    done = (one for one in made.stopped if not (one.exit.exitcode or _has_lost(one)))
-    ended = {*made.known.ended, *({one.exit.rank for one in done} & leaving)}
+    done = (f for f in made.stopped if not (f.exit.exitcode or _is_victims(f, f.tail)))
+    ended = {*made.known.ended, *({f.exit.rank for f in done} & leaving)}
     if not ended or not size or made.code != "E-PEER-LOST":
         return None
     # Those that were stopped have failed as well if they had raised, or ended by themselves.
     failed_too = (one for one in made.stopped if one.exit.exitcode > 0 or one.message)
     lost = (made.first, *made.victims, *failed_too)
-    waited = () if made.scene is None else (*made.scene.waiting, *made.scene.failed)
-    went_on = sorted({*(one.exit.rank for one in lost), *waited})
-    unsuccessful = [one.exit for one in (made.first, *made.victims, *made.stopped)]
-    successful = size - len({one.rank for one in unsuccessful if one.exitcode})
+    went_on = {*(one.exit.rank for one in lost), *made.scene.waiting, *made.scene.failed}
+    successful = size - len({one.exit.rank for one in made.everyone if one.exit.exitcode})
     gone = f"{text.ranks_do(ended, 'have')} ended with 0"
     # One that was stopped as its interpreter ended may have been done, too.
     leaving -= {*went_on, *ended}
@@ -377,5 +368,5 @@ def _lost(made: FailureReport) -> Culprit | None:
         return Culprit(tuple(sorted(ended)), f"{gone}, and the others have lost {them}")
     others = f"{text.ranks_do(went_on, 'have')} gone on"
     if len(went_on) < successful:
-        return Culprit(tuple(went_on), f"{others} where {gone}")
+        return Culprit(tuple(sorted(went_on)), f"{others} where {gone}")
     return Culprit((), f"{gone}, and {others}")

@@ -16,7 +16,7 @@ from elaunch.agent.hangs.collectives import RankPlace
 from elaunch.agent.hangs.living import RanksElsewhere
 from elaunch.agent.hangs.recorders import WorkerAnswers
 from elaunch.agent.hangs.sample import Sampler
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.patience import bounded
 from elaunch.endings import Exit
@@ -50,7 +50,7 @@ class LastLook:
         found = recorders.unrecorded(places, dumps, self._pids)
         self._read = recorders.awaiting(places, found), dumps
 
-    def described(self, patience: float) -> Scene | None:
+    def described(self, patience: float) -> Scene:
         """Return the scene; what other nodes still answer is waited for so many seconds."""
         others = self._others or RanksElsewhere()
         if self._others is not None:
@@ -61,7 +61,7 @@ class LastLook:
         places, dumps = self._read or ({}, {})
         found, gone = {**others.places, **places}, frozenset(others.failed)
         if not (found or gone):
-            return None
+            return NOT_ASKED
         before, at = self._before, self._at
         return scene.describe(self._round, found, dumps, before=before, now=at, failed=gone)
 

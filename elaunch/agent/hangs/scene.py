@@ -7,6 +7,7 @@ they have left the collective, so that what was seen at the last look before cou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from msgspec import Struct, structs
 
@@ -44,6 +45,10 @@ class Scene(Struct, frozen=True):
         """Return it as JSON-able data (docs/failure-report.md)."""
         stacks = [group.to_dict() for group in self.groups]
         return {"collectives": self.sentence or None, "stacks": stacks}
+
+
+NOT_ASKED: Final = Scene(-1, ())
+"""The scene of a round of which nothing is known of the others."""
 
 
 def describe(

@@ -12,7 +12,7 @@ from elaunch.agent.failure.evidence import Evidence, Failure, Hang
 from elaunch.agent.failure.report import render, write_launcher_file
 from elaunch.agent.failure.verdict import FailureReport, build
 from elaunch.agent.hangs.collectives import Culprit
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy.events import HangSeen, StacksTaken
 from tests.agent.histories import changed, left
@@ -226,7 +226,7 @@ def hung(hang: Hang = HANG) -> FailureReport:
 LOST = (*TRACEBACK[:3], "RuntimeError: Connection closed by peer [127.0.0.1]:40312")
 
 
-def accusing(other: Failure, sentence: str, scene: Scene | None = None) -> list[str]:
+def accusing(other: Failure, sentence: str, scene: Scene = NOT_ASKED) -> list[str]:
     """Return the lines of a report in which rank 1 fails of what the other rank has done."""
     first = replace(FIRST, tail=LOST)
     known = replace(KNOWN, scene=scene)

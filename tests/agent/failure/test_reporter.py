@@ -13,7 +13,7 @@ import pytest
 from elaunch.agent.failure import errorfile
 from elaunch.agent.failure.reporter import Reporter
 from elaunch.agent.hangs.collectives import Culprit
-from elaunch.agent.hangs.scene import Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import StartRound
 from elaunch.agent.policy.state import Limits
@@ -34,7 +34,7 @@ class Rig:
         self.said: list[str] = []
         self.noted: list[Mapping[str, Any]] = []
         self.tail = ["the last words"]
-        self.scene: Scene | None = None
+        self.scene = NOT_ASKED
         self.asked: list[bool] = []
         self.reasons: list[str] = []
         self.settled: list[tuple[int, bool]] = []
@@ -134,12 +134,12 @@ ENDED = Culprit((1,), "rank 1 has ended before all_reduce #7", lasting=True, kin
     [
         (LOST, Scene(0, (), ENDED), f"{ENDED.sentence} (rank 0 exited with code 1)"),
         (LOST, Scene(0, ()), "first to fail: rank 0 exited with code 1"),
-        (LOST, None, "first to fail: rank 0 exited with code 1"),
+        (LOST, NOT_ASKED, "first to fail: rank 0 exited with code 1"),
         (("the last words",), Scene(0, (), ENDED), "rank 0 exited with code 1"),
     ],
 )
 def test_the_line_of_a_failure_names_the_culprit_if_it_is_known(
-    tmp_path: Path, tail: tuple[str, ...], scene: Scene | None, said: str
+    tmp_path: Path, tail: tuple[str, ...], scene: Scene, said: str
 ) -> None:
     """Who fails first is not accused where it may be a victim; how the others end shows more."""
     rig = Rig(tmp_path)
