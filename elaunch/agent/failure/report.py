@@ -73,7 +73,6 @@ from elaunch.agent.failure import errorfile, tracebacks
 from elaunch.agent.failure.evidence import Failure, Hang, signal_name
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.failure.verdict import FailureReport, summary
-from elaunch.agent.hangs.stackdump import StackGroup
 from elaunch.agent.policy import events
 from elaunch.endings import Exit
 from elaunch.text import count, ranks, shortened
@@ -371,39 +370,31 @@ def _table_text(failure: Failure) -> str:
 
 def hang_lines(hang: Hang) -> Iterator[str]:
     """Yield what the text of a report says of a hang, below the line that names it."""
-    yield from _last_lines(hang.seen.last)
-    yield from _stack_lines(hang.stacks.groups, hang.stacks.problems)
+    yield from _doing(hang.seen.last, hang.stacks)
 
 
 def stacks_lines(taken: events.StacksTaken) -> Iterator[str]:
     """Yield what the workers of this node were doing when another node reported a hang."""
     yield "What the workers of this node were doing meanwhile:"
-    yield from _last_lines(taken.last)
-    yield from _stack_lines(taken.groups, taken.problems)
+    yield from _doing(taken.last, taken)
 
 
-def _last_lines(last: Sequence[str]) -> Iterator[str]:
+def _doing(last: Sequence[str], taken: events.StacksTaken) -> Iterator[str]:
     if last:
         yield "What each rank said last:"
         yield from (f"  {line}" for line in last[:MOST_LAST])
     if len(last) > MOST_LAST:
         yield f"  … and {len(last) - MOST_LAST} more ranks"
-
-
-def _stack_lines(
-    groups: Sequence[StackGroup], problems: Sequence[tuple[tuple[int, ...], str]]
-) -> Iterator[str]:
-    if groups:
+    if taken.groups:
         yield "Python stacks at that time, most recent call first:"
-    for group in groups:
+    for group in taken.groups:
         yield f"  {ranks(group.ranks)}:"
         yield from (f"    {frame}" for frame in group.main)
         for them, stack in group.threads:
             yield f"  another thread of {ranks(them)}:"
             yield from (f"    {frame}" for frame in stack)
-    for them, text in problems:
-        yield f"No stacks of {ranks(them)}: {text}"
-    if not groups and not problems:
+    yield from (f"No stacks of {ranks(them)}: {why}" for them, why in taken.problems)
+    if not taken.groups and not taken.problems:
         yield "The stacks of the workers could not be taken in time."
 
 
