@@ -45,6 +45,7 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
+from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.endings import Exit
 from elaunch.runs.record import AwaitedRecord, LatenessRecord, LoaderRecord, ProgressRecord
@@ -228,7 +229,13 @@ class Sampler:
     def take_stacks(self, round_number: int) -> float:
         """Have all workers' stacks taken and posted; return when that is overdue, in seconds."""
         last = () if self._watch is None else last_words(self._watch.history)
-        return stacks.start(round_number, self._wanted(self.workers.now), last, self._post)
+        wanted = self._wanted(self.workers.now)
+
+        def take() -> None:
+            self._post(replace(stacks.take(round_number, wanted), last=last))
+
+        atonce.start("stacks", take)
+        return stacks.OVERDUE_S
 
     def read_stacks(self, options: tuple[str, ...] = ()) -> events.StacksTaken:
         """Return the workers' stacks now; with ``options`` as py-spy shows them."""

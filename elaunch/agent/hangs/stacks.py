@@ -1,6 +1,6 @@
 """Takes the Python stacks of all workers, before a hung round is ended, or a flame graph of one.
 
-The stacks are taken by a thread of its own.
+A thread of its own takes the stacks (Sampler.take_stacks).
 
 ==============================================  ==================================================
 a worker                                        its stacks come from
@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from elaunch import atonce, env, proc
+from elaunch import env, proc
 from elaunch.agent.hangs import stackdump
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
@@ -101,21 +101,6 @@ def take(
         else:
             problems[worker.rank] = _why(worker, worker.rank in asked, spied)
     return events.StacksTaken(round_number, stackdump.group(dumps), _grouped(problems))
-
-
-def start(
-    round_number: int,
-    workers: tuple[Worker, ...],
-    last: tuple[str, ...],
-    post: Callable[[events.Event], None],
-) -> float:
-    """Take the stacks in a thread, which posts them with ``last``; return when that is overdue."""
-
-    def run() -> None:
-        post(structs.replace(take(round_number, workers), last=last))
-
-    atonce.start("stacks", run)
-    return OVERDUE_S
 
 
 def _asked(workers: tuple[Worker, ...]) -> dict[int, int]:
