@@ -117,6 +117,11 @@ class Failure(Struct, frozen=True):
     ms_after_first: float = 0.0
     explanation: Explanation = field(default_factory=Explanation)
 
+    @property
+    def explains(self) -> bool:
+        """Whether it says why it ended, and that is no victim's reason."""
+        return bool(self.message or self.explanation.code) and not self.explanation.victim
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data, a worker of docs/failure-report.md."""
         end, error = self.exit, self.error

@@ -70,7 +70,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
-from elaunch.agent.failure.evidence import Failure, Hang, signal_name
+from elaunch.agent.failure.evidence import NO_ROOM, Failure, Hang, signal_name
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.failure.verdict import FailureReport, summary
 from elaunch.agent.policy import events
@@ -90,14 +90,14 @@ MOST_VICTIMS = 8
 
 def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bool:
     """Write the launcher's own error file, if ``environ`` names one, from the cause."""
-    cause = report.cause
+    told = report.told
     if report.hang is not None:
-        told = "\n".join(hang_lines(report.hang))
-        return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), told)
-    message = cause.exit.text + (f": {cause.message}" if cause.message else "")
-    callstack = "\n".join(cause.traceback) or cause.explanation.text or message
+        text = "\n".join(hang_lines(report.hang))
+        return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), text)
+    message = told.exit.text + (f": {told.message}" if told.message else "")
+    callstack = "\n".join(told.traceback) or told.explanation.text or message
     return errorfile.write_launcher_file(
-        environ, report.first.exit.exitcode or 1, cause.error, message, callstack
+        environ, report.first.exit.exitcode or 1, told.error, message, callstack
     )
 
 
@@ -158,7 +158,7 @@ def _cause(report: FailureReport) -> Iterator[str]:
         yield from _wrap(line)
     if first.error and first.error.problem:
         yield from _wrap(f"{first.error.problem} ({first.error.path})")
-    if end.rank in report.traced:
+    if traced(report) is first:
         yield from _evidence(first)
         yield from _log(first)
 
@@ -166,8 +166,7 @@ def _cause(report: FailureReport) -> Iterator[str]:
 def _is_mere_victim(report: FailureReport) -> bool:
     """Whether the first to fail is named among the others: another rank is the cause."""
     first = report.first
-    is_shown = report.guilty is first or first.exit.rank in report.traced
-    return first.explanation.victim and not is_shown and report.hang is None
+    return first.explanation.victim and traced(report) is not first and report.hang is None
 
 
 def _guilty(report: FailureReport) -> Iterator[str]:
@@ -180,8 +179,8 @@ def _guilty(report: FailureReport) -> Iterator[str]:
         yield f"{_identity(one.exit)} on host {report.host} {one.exit.how}, {after}"
     yield from _wrap(_coded(one.explanation))
     if one.message:
-        yield from _evidence(one) if one.exit.rank in report.traced else ()
-    elif stack := _stack(report, one.exit.rank):
+        yield from _evidence(one) if traced(report) is one else ()
+    elif stack := _stack(report):
         yield f"Rank {one.exit.rank} was here, most recent call first:"
         yield from (f"  {frame}" for frame in stack)
     yield from _log(one)
@@ -189,7 +188,18 @@ def _guilty(report: FailureReport) -> Iterator[str]:
         yield ""
 
 
-def _stack(report: FailureReport, rank: int) -> Sequence[str]:
+def traced(report: FailureReport) -> Failure | None:
+    """Return whose traceback the text has: a victim's where nothing is known of the guilty."""
+    one, first = report.guilty, report.first
+    if one.explanation.code in NO_ROOM:
+        return None
+    known = one.message or one.explanation.code or (first.explanation.victim and _stack(report))
+    return one if known else first
+
+
+def _stack(report: FailureReport) -> Sequence[str]:
+    """Return where the guilty rank was when the first failed."""
+    rank = report.guilty.exit.rank
     return next((group.main for group in report.scene.groups if rank in group.ranks), ())
 
 
@@ -298,7 +308,7 @@ def _own_error(report: FailureReport, failure: Failure) -> str:
     """Return what a rank failed with, if not with what a victim has or the cause had."""
     if failure.error and failure.error.problem:
         return failure.error.problem
-    known = failure.explanation.victim or failure.message == report.cause.message
+    known = failure.explanation.victim or failure.message == report.told.message
     return "" if known else _first_line(failure.message, WIDTH - 4)
 
 
@@ -311,7 +321,7 @@ def _table(report: FailureReport) -> str:
     title = f"{report.name} FAILED"
     width = min(max(longest, len(title)), MAX_RULE)
     # A cause that ended with 0 afterwards has no row.
-    root = blocks.pop(report.cause.exit.rank, None) or blocks.pop(report.first.exit.rank)
+    root = blocks.pop(report.told.exit.rank, None) or blocks.pop(report.first.exit.rank)
     parts = [
         HEADING,
         "=" * width,

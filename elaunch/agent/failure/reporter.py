@@ -187,9 +187,8 @@ class Reporter:
         What the workers of any other round wrote is shown.
         """
         made, elsewhere = self._made, self._publisher.failed_elsewhere(state) is not None
-        ranks: tuple[int, ...] = ()
-        if made is not None and not elsewhere:
-            ranks = made.traced
+        traced = None if made is None or elsewhere else report.traced(made)
+        ranks = () if traced is None else (traced.exit.rank,)
         drops = self._shown or elsewhere or state.interrupted is not None
         self._pump.settle(state.round, drops=drops, shown=ranks, run=self._settings.run_id)
 

@@ -124,8 +124,7 @@ class FailureReport(Struct, frozen=True):
         raised = (
             each for each in self.stopped if each.message and evidence.came_to_end(each, self.scene)
         )
-        own = (each for each in (*self.victims, *raised) if not each.explanation.victim)
-        return next((each for each in own if each.message or each.explanation.code), None)
+        return next((each for each in (*self.victims, *raised) if each.explains), None)
 
     @property
     def guilty(self) -> Failure:
@@ -134,28 +133,16 @@ class FailureReport(Struct, frozen=True):
         return next((one for one in self.everyone if one.exit.rank in accused), self.first)
 
     @property
-    def traced(self) -> tuple[int, ...]:
-        """The ranks whose tracebacks its text shows: a victim's where the cause has nothing."""
-        guilty, first = self.guilty, self.first
-        if guilty.explanation.code in evidence.NO_ROOM:
-            return ()
-        seen = any(guilty.exit.rank in group.ranks for group in self.scene.groups)
-        known = seen or guilty.message or guilty.explanation.code
-        if guilty is first or (known and first.explanation.victim):
-            return (guilty.exit.rank,)
-        return (first.exit.rank, guilty.exit.rank)
-
-    @property
-    def cause(self) -> Failure:
-        """The worker that failed for a reason of its own; the first where none is known."""
-        return self.likelier or self.first
+    def told(self) -> Failure:
+        """The worker whose end says why: the guilty, or the first, where that one's says nothing."""
+        return self.guilty if self.guilty.explains else self.first
 
     @property
     def code(self) -> str:
         """The code of the cause in the catalogue; empty where none is known."""
         if self.hang is not None:
             return OF_COMMAND[HangError.exit_code].code
-        return self.cause.explanation.code
+        return self.told.explanation.code
 
     @property
     def headline(self) -> str:
@@ -163,7 +150,7 @@ class FailureReport(Struct, frozen=True):
         if self.hang is not None:
             return one_line(self.hang.seen.reason)
         said = self.culprit.sentence if self.culprit else ""
-        return shortened(one_line(said or failed(self.cause)), MAX_HEADLINE)
+        return shortened(one_line(said or failed(self.told)), MAX_HEADLINE)
 
     @property
     def accused(self) -> str:
@@ -175,7 +162,7 @@ class FailureReport(Struct, frozen=True):
     @property
     def signature(self) -> str:
         """The failure's text without its numbers: equal where it comes again in another round."""
-        end, told = self.cause.exit.word, self.cause.message
+        end, told = self.told.exit.word, self.told.message
         if self.hang is not None:
             end, told = "hang", self.hang.seen.reason
         return one_line(f"{self.code} {end} {_NUMBER.sub('#', told)}")[:MAX_SIGNATURE]
