@@ -23,7 +23,7 @@ from elaunch.agent.context import RunContext, SaverSetup
 from elaunch.agent.failure import explain
 from elaunch.agent.failure.errorfile import write_launcher_error
 from elaunch.agent.failure.reporter import Reporter
-from elaunch.agent.hangs import lastlook
+from elaunch.agent.hangs import scene
 from elaunch.agent.hangs.progress import ProgressLines
 from elaunch.agent.hangs.sample import Sampler
 from elaunch.agent.logs.console import logging_to
@@ -234,7 +234,7 @@ class _Run:
             status_record=record,
             publisher=publisher,
             progress=sampler.record,
-            look=(lambda *_: None) if settings.no_stacks else partial(lastlook.ask, sampler),
+            look=(lambda *_: None) if settings.no_stacks else partial(scene.look, sampler),
         )
         decisions = DecisionLog(settings, context.environ)
         self._stack.callback(decisions.release)

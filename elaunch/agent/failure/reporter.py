@@ -25,8 +25,7 @@ from elaunch import proc
 from elaunch.agent.failure import explain, report, verdict
 from elaunch.agent.failure.evidence import Evidence, Failure, Hang
 from elaunch.agent.failure.verdict import FailureReport
-from elaunch.agent.hangs.lastlook import LastLook
-from elaunch.agent.hangs.scene import NOT_ASKED, Scene
+from elaunch.agent.hangs.scene import NOT_ASKED, LastLook, Scene
 from elaunch.agent.logs.pump import LogPump
 from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.patience import bounded
@@ -54,7 +53,7 @@ class Reporter:
     """Collects what is known of a failing round; the agent's loop calls.
 
     ``publisher`` has what other nodes' agents report, ``progress`` how far the workers are;
-    ``look`` asks the others what they do when the first of a round has failed (lastlook.ask).
+    ``look`` asks the others what they do when the first of a round has failed (scene.look).
     """
 
     def __init__(

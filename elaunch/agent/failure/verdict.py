@@ -134,7 +134,7 @@ class FailureReport(Struct, frozen=True):
 
     @property
     def told(self) -> Failure:
-        """The worker whose end says why: the guilty, or the first, where that one's says nothing."""
+        """The worker whose end says why: the guilty, or else the first to fail."""
         return self.guilty if self.guilty.explains else self.first
 
     @property

@@ -66,12 +66,12 @@ class Question(NamedTuple):
 class WorkerAnswers(NamedTuple):
     """The answers of a round's workers to each question, or why there is none.
 
-    ``run_dir`` is where they answer, ``ended`` are the ranks that had ended with 0. Of ``rests``
-    nothing comes since their processes do nothing, for that reason (stacks.at_rest).
+    They answer at ``paths``; ``size`` is the job's. ``ended`` are the ranks that had ended with 0.
+    Of ``rests`` nothing comes since their processes do nothing, for that reason (stacks.at_rest).
     """
 
-    begun: Round
-    run_dir: Path
+    paths: Mapping[int, Path]
+    size: int
     ended: Collection[int]
     of: Mapping[int, Mapping[bytes, bytes | OSError]]
     rests: Mapping[int, str]
@@ -88,8 +88,7 @@ class WorkerAnswers(NamedTuple):
         places = {rank: RankPlace(ended=True) for rank in self.ended}
         for rank, answers in self.of.items():
             traces = {handler: one for handler, one in answers.items() if handler != STACKS}
-            path = worker_socket(self.run_dir, self.begun, rank)
-            found = _read(rank, self.begun.place.world_size, traces, path)
+            found = _read(rank, self.size, traces, self.paths[rank])
             if found is not None:
                 why = self.rests.get(rank, "") if found.problem else ""
                 places[rank] = replace(found, problem=why, stopped=True) if why else found
@@ -101,57 +100,47 @@ class Recorders:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._traces: tuple[bytes, ...] = (TRACE, DEVICE_TRACE)
+        self.traces: tuple[bytes, ...] = (TRACE, DEVICE_TRACE)
 
     @property
     def have_devices(self) -> bool:
         """Whether the workers' torch has a record of NCCL's."""
-        return DEVICE_TRACE in self._traces
+        return DEVICE_TRACE in self.traces
 
     def places(self, living: Living, until: float) -> dict[int, RankPlace]:
-        """Return where the living workers are, and the ended.
+        """Return where the living workers are, and the ended."""
+        return self.ask(living, living.pids, self.traces, until).places()
 
-        It takes until the last has answered, or until ``until`` (monotonic seconds).
-        """
-        found = self._ask(living, living.pids, until, self._traces)
-        return {} if found is None else found.places()
-
-    def dumps(self, living: Living, pids: Mapping[int, int], until: float) -> dict[int, Dump]:
-        """Return the stacks of those of these workers that let Python go."""
-        found = self._ask(living, pids, until, (STACKS,))
-        return {} if found is None else found.dumps()
-
-    def both(
-        self, living: Living, pids: Mapping[int, int], until: float, hurries: bool
-    ) -> WorkerAnswers | None:
-        """Return what these workers answer to both; None before the first round.
-
-        If it ``hurries``, stacks are not waited for much longer than the rest takes.
-        """
-        return self._ask(living, pids, until, (*self._traces, STACKS), hurries)
-
-    def _ask(
+    def ask(
         self,
         living: Living,
         pids: Mapping[int, int],
-        until: float,
         handlers: Sequence[bytes],
+        until: float,
         hurries: bool = False,
-    ) -> WorkerAnswers | None:
+    ) -> WorkerAnswers:
+        """Return what these workers answer until then (monotonic seconds), or when all have.
+
+        If it ``hurries``, stacks are not waited for much longer than the rest takes.
+        """
         begun = living.begun
         if begun is None:
-            return None
+            return WorkerAnswers({}, 0, (), {}, {})
         paths = {rank: worker_socket(self.run_dir, begun, rank) for rank in pids}
         questions = {Question(rank, one): paths[rank] for rank in pids for one in handlers}
         answers: dict[int, dict[bytes, bytes | OSError]] = {rank: {} for rank in pids}
         for question, answer in ask(questions, until, hurries).items():
             answers[question.rank][question.handler] = answer
         if any(isinstance(one.get(DEVICE_TRACE), NoRecordError) for one in answers.values()):
-            self._traces = (TRACE,)  # all workers have one torch
-        silent = (rank for rank, one in answers.items() if any(map(_is_silence, one.values())))
+            self.traces = (TRACE,)  # all workers have one torch
+        # Somebody who is there does not answer, not even that there is no such record.
+        there = bytes | NoRecordError | FileNotFoundError
+        silent = [
+            k for k, one in answers.items() if not all(isinstance(a, there) for a in one.values())
+        ]
         rests = {rank: stacks.at_rest(pids[rank]) for rank in silent}
         ended = living.ended - living.pids.keys()
-        return WorkerAnswers(begun, self.run_dir, ended, answers, rests)
+        return WorkerAnswers(paths, begun.place.world_size, ended, answers, rests)
 
     def remove(self, begun: Round | None) -> None:
         """Remove the sockets of a round; nobody can remove them for a worker that was killed."""
@@ -177,11 +166,6 @@ class NoRecordError(OSError):
     """A worker answers that its torch has no such record."""
 
 
-def _is_silence(answer: bytes | OSError) -> bool:
-    """Whether somebody who is there does not answer, not even that there is no such record."""
-    return isinstance(answer, OSError) and not isinstance(answer, NoRecordError | FileNotFoundError)
-
-
 def ask(
     questions: Mapping[Question, Path], until: float, hurries: bool = False
 ) -> dict[Question, bytes | OSError]:
@@ -192,62 +176,38 @@ def ask(
     """
     answers: dict[Question, bytes | OSError] = {}
     began = time.monotonic()
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for question, path in questions.items():
+            how = socket.SOCK_STREAM | socket.SOCK_NONBLOCK  # nothing waits for the other side
             try:
-                connection = _send(path, question.handler)
+                connection = opened.enter_context(socket.socket(socket.AF_UNIX, how))
+                with short_address(path) as address:
+                    connection.connect(address)
+                connection.send(_REQUEST % question.handler)
             except OSError as error:
                 answers[question] = error
             else:
-                selector.register(connection, selectors.EVENT_READ, (question, bytearray()))
-        while selector.get_map():
+                selector.register(
+                    connection, selectors.EVENT_READ, (question, connection, bytearray())
+                )
+        while waiting := [*selector.get_map().values()]:
             ready = selector.select(max(0.0, until - time.monotonic()))
-            keys = [key for key, _ in ready] or list(selector.get_map().values())
-            answers |= _taken(selector, keys, late=not ready)
-            if hurries and not any(_is_quick(key) for key in selector.get_map().values()):
+            for key in [key for key, _ in ready] or waiting:
+                question, connection, received = key.data
+                late = TimeoutError(errno.ETIMEDOUT, "no answer")
+                found = _receive(connection, received) if ready else late
+                if found is not None:
+                    answers[question] = found
+                    selector.unregister(connection)
+            left = (key.data[0].handler for key in selector.get_map().values())
+            if hurries and all(handler == STACKS for handler in left):
                 now, hurries = time.monotonic(), False
                 until = min(until, now + max(STACKS_S, now - began))
     return answers
 
 
-def _is_quick(key: selectors.SelectorKey) -> bool:
-    """Whether a question that is not answered yet needs no lock of Python's."""
-    question: Question = key.data[0]
-    return question.handler != STACKS
-
-
-def _taken(
-    selector: selectors.BaseSelector, keys: Sequence[selectors.SelectorKey], late: bool
-) -> dict[Question, bytes | OSError]:
-    """Return which of these connections have answered, or are given up, and close them."""
-    answers: dict[Question, bytes | OSError] = {}
-    for key in keys:
-        question, received = key.data
-        timeout = TimeoutError(errno.ETIMEDOUT, "no answer")
-        found = timeout if late else _receive(key.fileobj, received)
-        if found is not None:
-            answers[question] = found
-            selector.unregister(key.fileobj)
-            _close(key.fileobj)
-    return answers
-
-
-def _send(path: Path, handler: bytes) -> socket.socket:
-    """Return a connection on which the question is asked; nothing here waits for the other side."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        with short_address(path) as address:
-            connection.connect(address)
-        connection.send(_REQUEST % handler)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _receive(connection: object, received: bytearray) -> bytes | OSError | None:
+def _receive(connection: socket.socket, received: bytearray) -> bytes | OSError | None:
     """Take what has come; return the answer's body when it is whole, or what is wrong with it."""
-    assert isinstance(connection, socket.socket)
     try:
         data = connection.recv(1 << 18)
     except BlockingIOError:
@@ -267,11 +227,6 @@ def _receive(connection: object, received: bytearray) -> bytes | OSError | None:
     if len(body) >= int(length):
         return bytes(body[: int(length)])
     return None if data else OSError(errno.ECONNRESET, "it has hung up")
-
-
-def _close(connection: object) -> None:
-    assert isinstance(connection, socket.socket)
-    connection.close()
 
 
 def _read(

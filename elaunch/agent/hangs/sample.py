@@ -39,7 +39,7 @@ from elaunch.agent.hangs.hang import HangVerdict, HangWatch, Look, last_words
 from elaunch.agent.hangs.living import Living, RanksElsewhere, RoundWorkers
 from elaunch.agent.hangs.processes import Hindrances, LoaderActivity, WorkerActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
-from elaunch.agent.hangs.recorders import Recorders, Waits
+from elaunch.agent.hangs.recorders import STACKS, Recorders, Waits
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -244,7 +244,7 @@ class Sampler:
             return events.StacksTaken(-1)
 
         def ask(pids: Mapping[int, int], until: float) -> Mapping[int, Dump]:
-            return self.recorders.dumps(living, pids, until)
+            return self.recorders.ask(living, pids, (STACKS,), until).dumps()
 
         return stacks.take(living.begun.round, self._wanted(living), ask, options=options)
 
@@ -333,7 +333,8 @@ class Sampler:
         """Return the places with the waits that the stacks of these processes show."""
         loose = {k for k, one in places.items() if not (one.is_held or one.problem or one.leaving)}
         asked = {rank: pid for rank, pid in pids.items() if rank in loose}
-        dumps = self.recorders.dumps(living, asked, time.monotonic() + RECEIVE_S)
+        until = time.monotonic() + RECEIVE_S
+        dumps = self.recorders.ask(living, asked, (STACKS,), until).dumps()
         return self._waits.seen(self._waits.dated(places), dumps, asked)
 
     def _with_outside(self, living: Living, found: Mapping[int, RankPlace]) -> dict[int, RankPlace]:

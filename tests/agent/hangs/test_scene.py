@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.hangs import lastlook, scene
+from elaunch.agent.hangs import scene
 from elaunch.agent.hangs.collectives import CollectiveCall, GroupPlace, RankPlace
 from elaunch.agent.hangs.elsewhere import OtherNodes
 from elaunch.agent.hangs.living import RanksElsewhere
@@ -84,10 +84,10 @@ def test_the_others_are_asked_where_they_are(
     rig: SampledRound, monkeypatch: pytest.MonkeyPatch, is_victim: bool
 ) -> None:
     """Once; what a victim's peers answer is taken apart while they live."""
-    monkeypatch.setattr(lastlook, "SCENE_S", 20.0)
+    monkeypatch.setattr(scene, "SCENE_S", 20.0)
     read: list[Path] = []
-    monkeypatch.setattr(lastlook.LastLook, "read", _counted(lastlook.LastLook.read, read))
-    look = lastlook.ask(rig.sampler, FIRST, False, is_victim)
+    monkeypatch.setattr(scene.LastLook, "read", _counted(scene.LastLook.read, read))
+    look = scene.look(rig.sampler, FIRST, False, is_victim)
     assert look is not None and len(read) == is_victim
     found = look.described(0.0)
     assert found is not None and look.described(0.0) is not None and len(read) == 1
@@ -107,9 +107,9 @@ def test_a_run_directory_that_hangs(rig: SampledRound, monkeypatch: pytest.Monke
     """The loop goes on without it."""
     answers = threading.Event()
     monkeypatch.setattr("elaunch.agent.patience.FILES_S", 0.05)
-    monkeypatch.setattr(rig.sampler.recorders, "both", lambda *_, **__: answers.wait(20.0))
+    monkeypatch.setattr(rig.sampler.recorders, "ask", lambda *_, **__: answers.wait(20.0))
     began = time.monotonic()
-    assert lastlook.ask(rig.sampler, FIRST, False, False) is None
+    assert scene.look(rig.sampler, FIRST, False, False) is None
     assert time.monotonic() - began < 15
     answers.set()
 
@@ -127,7 +127,7 @@ def test_other_nodes_are_asked_by_one_that_has_lost_a_rank(rig: SampledRound, lo
         return elsewhere
 
     rig.sampler.others = SimpleNamespace(ask=ask)  # type: ignore[assignment]
-    look = lastlook.ask(rig.sampler, FIRST, lost, False)
+    look = scene.look(rig.sampler, FIRST, lost, False)
     elsewhere.places, elsewhere.failed = {4: RankPlace(ended=True)}, {5}
     elsewhere.settled.set()
     assert look is not None and asked == ([rig.begun] if lost else [])
