@@ -167,27 +167,27 @@ def _write(environ: Mapping[str, str], record: dict[str, Any]) -> bool:
     content = json.dumps(record).encode()
     target = os.path.realpath(path)
     try:
-        if os.path.isfile(target):
-            if os.path.getsize(target):
-                _log.warning("%s=%s exists and is overwritten", env.ERROR_FILE, path)
-            _replace_or_overwrite(target, content)
-        elif os.path.exists(target):
-            _overwrite(target, content)
-        else:
-            _replace(target, content)
+        is_file, exists = os.path.isfile(target), os.path.exists(target)
+        if is_file and os.path.getsize(target):
+            _log.warning("%s=%s exists and is overwritten", env.ERROR_FILE, path)
+        try:
+            if is_file or not exists:
+                _replace(target, content)
+        except OSError:
+            # A file that is mounted by itself (Kubernetes' /dev/termination-log) or that lies in a
+            # directory of somebody else can be written but not replaced.
+            is_file = False
+            if not exists:
+                raise
+        if exists and not is_file:
+            # Devices and pipes are written to; O_NONBLOCK since nobody may be reading a pipe.
+            flags = os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(target, flags), "wb", buffering=0) as file:
+                file.write(content)
     except OSError as error:
         _log.warning("%s=%s cannot be written: %s", env.ERROR_FILE, path, error.strerror)
         return False
     return True
-
-
-def _replace_or_overwrite(target: str, content: bytes) -> None:
-    try:
-        _replace(target, content)
-    except OSError:
-        # A file that is mounted by itself (Kubernetes' /dev/termination-log) or that lies in a
-        # directory of somebody else can be written but not replaced.
-        _overwrite(target, content)
 
 
 def _replace(target: str, content: bytes) -> None:
@@ -201,10 +201,3 @@ def _replace(target: str, content: bytes) -> None:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
-
-
-def _overwrite(target: str, content: bytes) -> None:
-    # Devices and pipes are written to; O_NONBLOCK since nobody may be reading a pipe.
-    descriptor = os.open(target, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "wb", buffering=0) as file:
-        file.write(content)

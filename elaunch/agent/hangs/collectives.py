@@ -227,28 +227,24 @@ def waited(places: Mapping[int, RankPlace], now: float) -> float:
 
 def _waits(places: Mapping[int, RankPlace]) -> list[_Wait]:
     """Return the collectives in which ranks wait: those first in which the most do."""
-    inside: dict[tuple[str, int, int], list[int]] = {}
+    inside: dict[tuple[str, int, int], dict[int, CollectiveCall]] = {}
     for rank, group, place in _memberships(places):
         for call in place.calls:
             if call.waits:
-                inside.setdefault((group, place.times, call.number), []).append(rank)
+                inside.setdefault((group, place.times, call.number), {})[rank] = call
     found = []
-    for (group, times, number), ranks in inside.items():
-        place = places[ranks[0]].groups[group]
-        call = next(one for one in place.calls if one.number == number)
-        at = max(_call(places, rank, group, number).at for rank in ranks)
-        others = {
-            rank: _standing(places, rank, group, (times, number))
-            for rank in place.members
-            if rank not in ranks
-        }
+    for (group, times, number), calls in inside.items():
+        ranks = tuple(calls)
+        members = places[ranks[0]].groups[group].members
+        others = [rank for rank in members if rank not in calls]
+        standing = {rank: _standing(places.get(rank), group, times, number) for rank in others}
         missing, left, unknown = (
-            tuple(rank for rank, standing in others.items() if standing == wanted)
+            tuple(rank for rank in others if standing[rank] == wanted)
             for wanted in ("behind", "left", "unknown")
         )
-        call = CollectiveCall(number, call.name, at=at)
-        inside_it = tuple(sorted(ranks))
-        found.append(_Wait(group, call, inside_it, missing, left, unknown, place.members))
+        at = max(call.at for call in calls.values())
+        call = CollectiveCall(number, calls[ranks[0]].name, at=at)
+        found.append(_Wait(group, call, ranks, missing, left, unknown, members))
     return sorted(found, key=lambda wait: (-len(wait.ranks), wait.call.number, wait.group))
 
 
@@ -260,15 +256,8 @@ def _memberships(places: Mapping[int, RankPlace]) -> Iterable[tuple[int, str, Gr
                 yield rank, name, group
 
 
-def _call(places: Mapping[int, RankPlace], rank: int, group: str, number: int) -> CollectiveCall:
-    return next(one for one in places[rank].groups[group].calls if one.number == number)
-
-
-def _standing(
-    places: Mapping[int, RankPlace], rank: int, group: str, wanted: tuple[int, int]
-) -> str:
+def _standing(place: RankPlace | None, group: str, times: int, number: int) -> str:
     """Return whether a member has not entered a collective ("behind"), or has ended it ("left")."""
-    place = places.get(rank)
     if place is None:
         return "elsewhere"
     if place.ended or place.leaving:
@@ -278,11 +267,11 @@ def _standing(
     own = place.groups.get(group)
     if own is None:
         return "behind"  # it has not made the group
-    if own.times != wanted[0]:
-        return "behind" if own.times < wanted[0] else "left"
+    if own.times != times:
+        return "behind" if own.times < times else "left"
     if own.entered is None:
         return "unknown"
-    return "left" if own.entered >= wanted[1] else "behind"
+    return "left" if own.entered >= number else "behind"
 
 
 # ── what is found ────────────────────────────────────────────────────────────────────────────────
@@ -449,7 +438,7 @@ def _inside(
             named = () if wait.call.name in _ROOTED else wait.ranks
             return Culprit(named, f"{told}; {text.ranks_do(wait.left, 'have')} left it")
         if len(wait.ranks) < len(wait.members):
-            return Culprit((), f"{_waiting(wait, now, f'in {_named(wait)}')}")
+            return Culprit((), _waiting(wait, now, f"in {_named(wait)}"))
         if len(wait.ranks) > 1:
             told = f"{text.ranks(wait.ranks)} have all been in {_named(wait)} for {so_far}"
             return Culprit((), f"{told}, and none has left it")

@@ -121,6 +121,11 @@ class Watched(Struct, frozen=True):
     inside: float = 0.0
     allowed: float | None = None
 
+    @property
+    def overdue(self) -> bool:
+        """Whether it has been in its section for longer than the script has said."""
+        return self.allowed is not None and self.inside > self.allowed
+
 
 class Rhythm(Struct, frozen=True):
     """The pauses of a run by one source: how many of each rank, and the longest, in seconds."""
@@ -180,7 +185,9 @@ def advance(history: RoundHistory, look: Look, longest_tick: float) -> RoundHist
         behind = mark.waits and awaited
         excused = behind or (not mark.section and bool(inside - {rank}))
         ranks[rank] = _watched(before, mark, look.at, passed, excused)
-        if before is not None and _paused(before, mark):
+        outside = before is not None and not (before.mark.section or mark.section)
+        if before is not None and outside and before.begun and mark.value != before.mark.value:
+            # A pause of the script's own is over.
             rhythm = rhythm.heard(rank, before.idle + (0.0 if excused else passed))
     made = replace(
         history,
@@ -209,12 +216,6 @@ def _watched(
     idle = 0.0 if moved else before.idle + (0.0 if excused else passed)
     begun = before.begun or mark.begun or (moved and not mark.early)
     return Watched(mark, begun, idle, inside, allowed)
-
-
-def _paused(before: Watched, mark: Mark) -> bool:
-    """Whether ``mark`` ends a pause that shows how long the script's own pauses are."""
-    outside = not before.mark.section and not mark.section
-    return outside and before.begun and mark.value != before.mark.value
 
 
 def limit(history: RoundHistory, asked: float | Literal["auto"]) -> float | None:
@@ -254,7 +255,7 @@ def judge(history: RoundHistory, limit: float | None, start: float = LENIENT) ->
         limit: seconds; None: only the deadlines of sections are judged.
         start: so many times the limit a worker has before its first progress.
     """
-    overdue = [rank for rank, watched in history.ranks.items() if _overdue(watched)]
+    overdue = [rank for rank, watched in history.ranks.items() if watched.overdue]
     if overdue:
         return _verdict(history, overdue, _LEFT, f"{_sections(history, overdue)} in time")
     if limit is None:
@@ -262,11 +263,16 @@ def judge(history: RoundHistory, limit: float | None, start: float = LENIENT) ->
     if not history.begun:
         inside = any(watched.mark.section for watched in history.ranks.values())
         patience = limit * (LENIENT if inside else start)
-        return _never_begun(history, patience) if history.expected else None
+        if not history.expected or history.waited <= patience:
+            return None
+        rest = f"in the first {_seconds(history.waited)} of the round"
+        return replace(_verdict(history, [], _MADE, rest), patience=patience)
     patiences = {rank: _patience(one, limit, start) for rank, one in history.ranks.items()}
     lateness = {rank: one.idle / patiences[rank] for rank, one in history.ranks.items()}
     late = [rank for rank in lateness if lateness[rank] > 1]
-    if not late or not _is_clear(lateness):
+    # The others go on, or stand still as well: who stops with them is not late yet.
+    is_unclear = any(0.5 <= times <= 1 for times in lateness.values())
+    if not late or (is_unclear and max(lateness.values()) <= LATEST):
         return None
     idle = min(history.ranks[rank].idle for rank in late)
     behind = _lowest_steps(history) if len(late) == len(history.ranks) else late
@@ -298,29 +304,12 @@ def accuse(
     return replace(found, ranks=everyone, named=False) if by_collectives else found
 
 
-def _is_clear(lateness: Mapping[int, float]) -> bool:
-    """Whether the others go on, or stand still as well: who stops with them is not late yet."""
-    between = any(0.5 <= times <= 1 for times in lateness.values())
-    return not between or max(lateness.values()) > LATEST
-
-
-def _never_begun(history: RoundHistory, patience: float) -> HangVerdict | None:
-    if history.waited <= patience:
-        return None
-    rest = f"in the first {_seconds(history.waited)} of the round"
-    return replace(_verdict(history, [], _MADE, rest), patience=patience)
-
-
 def _patience(watched: Watched, limit: float, start: float) -> float:
     if watched.allowed is not None:
         return float("inf")
     if watched.mark.section:
         return limit * LENIENT
     return limit if watched.begun else limit * start
-
-
-def _overdue(watched: Watched) -> bool:
-    return watched.allowed is not None and watched.inside > watched.allowed
 
 
 def _lowest_steps(history: RoundHistory) -> list[int]:
@@ -346,15 +335,10 @@ def _verdict(
     else:
         told = f"no rank has {verbs[1]} {rest}"
     where = _where(history, named)
-    return HangVerdict(
-        ranks=named or everyone,
-        reason=f"{told}{f' ({where})' if where else ''}",
-        source=history.source,
-        named=bool(named),
-        idle=min(
-            (history.ranks[r].idle for r in named or everyone if r in history.ranks), default=0.0
-        ),
-    )
+    reason = f"{told} ({where})" if where else told
+    watched = [history.ranks[rank] for rank in named or everyone if rank in history.ranks]
+    idle = min((one.idle for one in watched), default=0.0)
+    return HangVerdict(named or everyone, reason, history.source, bool(named), idle=idle)
 
 
 def _seconds(seconds: float) -> str:
@@ -373,7 +357,7 @@ def _where(history: RoundHistory, named: Sequence[int]) -> str:
     named = [rank for rank in named if rank in watched]
     if own := _steps(history, named or list(watched)):
         told.append(f"all at {own}" if not named and len(watched) > 1 else own)
-    inside = [r for r in named or watched if watched[r].mark.section and not _overdue(watched[r])]
+    inside = [r for r in named or watched if watched[r].mark.section and not watched[r].overdue]
     if inside:
         told.append(f"in {_sections(history, inside)}")
     if history.source == "log lines":

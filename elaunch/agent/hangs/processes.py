@@ -54,7 +54,8 @@ class WorkerActivity:
         """Return a number that has grown if the process was busy since the last call."""
         now = time.monotonic()
         everyone = (pid, *(below.pid for below in proc.descendants(pid)))
-        ticks = sum(map(_ticks, everyone))
+        stats = [stat for each in everyone if (stat := proc.stat(f"/proc/{each}")) is not None]
+        ticks = sum(proc.ticks(fields) for _, fields in stats)
         transferred = sum(map(_transferred, everyone))
         before = self._readings.get(pid, _ActivityReading(now, ticks, transferred, 0))
         allowed = BUSY * proc.TICKS * (now - before.at)
@@ -63,11 +64,6 @@ class WorkerActivity:
         )
         self._readings[pid] = _ActivityReading(now, ticks, transferred, before.busy + busy)
         return self._readings[pid].busy
-
-
-def _ticks(pid: int) -> int:
-    found = proc.stat(f"/proc/{pid}")
-    return 0 if found is None else proc.ticks(found[1])
 
 
 def _transferred(pid: int) -> int:
@@ -130,8 +126,8 @@ def _read(pid: int) -> tuple[str, _Seen] | None:
 
 WORTH: Final = 0.02
 """The share of the time, or of the memory, from which something is named."""
-_STEAL: Final = 7
-_TIMES: Final = 8
+_TIMES: Final = 9
+"""Fields of a line of /proc/stat up to the stolen time, which is the last that counts."""
 
 
 class Hindrances(NamedTuple):
@@ -162,18 +158,13 @@ class Hindrances(NamedTuple):
 
 def hindrances() -> Hindrances:
     """Return what has been counted so far; what the machine does not show is 0."""
-    stolen, ticks = _stolen_ticks(Path("/proc/stat"))
-    return Hindrances(time.monotonic(), stolen, ticks, _throttled())
-
-
-def _stolen_ticks(stat: Path) -> tuple[int, int]:
-    """Return the ticks of all processors that were stolen, and all of them."""
     try:
-        with stat.open() as file:
-            fields = [int(field) for field in file.readline().split()[1 : _TIMES + 1]]
+        with open("/proc/stat") as file:
+            ticks = [int(field) for field in file.readline().split()[1:_TIMES]]
     except (OSError, ValueError):
-        return 0, 0
-    return (fields[_STEAL] if len(fields) > _STEAL else 0), sum(fields)
+        ticks = []
+    stolen = ticks[-1] if len(ticks) == _TIMES - 1 else 0
+    return Hindrances(time.monotonic(), stolen, sum(ticks), _throttled())
 
 
 def _throttled(proc_dir: Path = Path("/proc/self")) -> float:

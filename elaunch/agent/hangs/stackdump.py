@@ -175,8 +175,8 @@ def _threads(
 
 
 def _dump(main: Stack, others: Sequence[Stack]) -> Dump:
-    shown = (_without_threading(stack) for stack in others if stack and not _is_own(stack))
-    return Dump(_without_inner(_without_server(main)), tuple(shown))
+    shown = (_without(stack, "/threading.py") for stack in others if stack and not _is_own(stack))
+    return Dump(_without_inner(_without(main, _SERVER)), tuple(shown))
 
 
 def _without_inner(stack: Stack) -> Stack:
@@ -199,19 +199,11 @@ def _cut(stack: Sequence[str]) -> Stack:
     return (*stack[:half], left_out, *stack[-half:])
 
 
-def _without_server(stack: Stack) -> Stack:
-    """Take off the frames at the bottom of a forked worker that are the server's."""
-    frames = list(stack)
-    while len(frames) > 1 and _SERVER in _file(frames[-1]):
-        frames.pop()
-    return tuple(frames)
-
-
-def _without_threading(stack: Stack) -> Stack:
-    frames = list(stack)
-    while len(frames) > 1 and _file(frames[-1]).endswith("/threading.py"):
-        frames.pop()
-    return tuple(frames)
+def _without(stack: Stack, place: str) -> Stack:
+    """Take off the frames at the bottom that are elaunch's server's, or those of a thread."""
+    while len(stack) > 1 and place in _file(stack[-1]):
+        stack = stack[:-1]
+    return stack
 
 
 def _is_own(stack: Stack) -> bool:

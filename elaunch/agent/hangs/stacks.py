@@ -79,13 +79,17 @@ def take(
     ``options`` all stacks are py-spy's, which is given these.
     """
     began = time.monotonic()
-    asked = {} if options else _asked(workers)
-    dumps: dict[int, Dump] = {}
+    asked: dict[int, int] = {}
+    for worker in () if options else workers:
+        size = len(_bytes(worker.file))
+        if _ask(worker):
+            asked[worker.rank] = size
+    until = began + WRITE_S
+    found = {
+        one.rank: _read(one.file, asked[one.rank], until) for one in workers if one.rank in asked
+    }
+    dumps = {rank: dump for rank, dump in found.items() if dump is not None}
     problems: dict[int, str] = {}
-    for worker in workers:
-        found = _read(worker, asked, began + WRITE_S)
-        if found is not None:
-            dumps[worker.rank] = found
     rest = {each.rank: each.pid for each in workers if each.rank not in dumps}
     if rest and not options:
         dumps |= ask(rest, time.monotonic() + TORCH_S)
@@ -94,8 +98,7 @@ def take(
         if rests := at_rest(worker.pid):
             problems[worker.rank] = rests
             continue
-        until = began + WRITE_S + SPY_S
-        spied = None if spy is None else _spy(spy, worker.pid, until, options)
+        spied = None if spy is None else _spy(spy, worker.pid, until + SPY_S, options)
         if isinstance(spied, Dump):
             dumps[worker.rank] = spied
         else:
@@ -103,39 +106,25 @@ def take(
     return events.StacksTaken(round_number, stackdump.group(dumps), _grouped(problems))
 
 
-def _asked(workers: tuple[Worker, ...]) -> dict[int, int]:
-    """Have the workers write their stacks; return where in its file each begins, by rank."""
-    asked: dict[int, int] = {}
-    for worker in workers:
-        begins = len(_bytes(worker.file))
-        if _ask(worker):
-            asked[worker.rank] = begins
-    return asked
-
-
-def _ask(worker: Worker) -> int:
-    """Have the worker write its stacks; return the pid that was asked, 0 if none can be."""
+def _ask(worker: Worker) -> bool:
+    """Have the worker write its stacks, if it can."""
     process = proc.read_process(worker.pid)
     if process is None or process.state in "TtZX":
-        return 0
+        return False
     if not proc.catches(process.pid, env.STACKS_SIGNAL):
         # A shell around the script: the script is below it, with the same file.
         below = (p for p in proc.descendants(worker.pid) if proc.catches(p.pid, env.STACKS_SIGNAL))
         process = next(below, None)
-    if process is None or not processes.send_signal(process, env.STACKS_SIGNAL):
-        return 0
-    return process.pid
+    return process is not None and processes.send_signal(process, env.STACKS_SIGNAL)
 
 
-def _read(worker: Worker, asked: Mapping[int, int], until: float) -> Dump | None:
-    """Wait until the worker's file is whole, or until the time is over; return what is in it."""
-    if worker.rank not in asked:
-        return None
+def _read(path: Path, begins: int, until: float) -> Dump | None:
+    """Wait until a worker's file is whole, or the time is over; return what it has written."""
     text, changed = "", time.monotonic()
     pause = threading.Event()
     while not stackdump.is_whole(text):
         now = time.monotonic()
-        newer = _bytes(worker.file)[asked[worker.rank] :].decode("utf-8", "replace")
+        newer = _bytes(path)[begins:].decode("utf-8", "replace")
         if newer != text:
             text, changed = newer, now
             continue
