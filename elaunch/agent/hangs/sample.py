@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from elaunch import proc
+from elaunch import atonce, proc
 from elaunch.agent.hangs import lateness, processes, stacks
 from elaunch.agent.hangs.collectives import OUTSIDE, RankPlace
 from elaunch.agent.hangs.hang import HangVerdict, HangWatch, Look, last_words
@@ -45,7 +45,6 @@ from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.links import WorkerLinks
-from elaunch.checkpoint.storage import atonce
 from elaunch.config import Settings
 from elaunch.endings import Exit
 from elaunch.runs.record import AwaitedRecord, LatenessRecord, LoaderRecord, ProgressRecord
