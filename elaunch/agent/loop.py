@@ -211,7 +211,7 @@ class Agent:
                 if action.grace and (late := late_save(self._saver.record(), action.grace)):
                     log.warning("%s", late)
         elif isinstance(action, TakeStacks):
-            self._deadline = time.monotonic() + self._sampler.take_stacks(state.round)
+            self._deadline = time.monotonic() + self._sampler.take_stacks()
         elif isinstance(action, Forward):
             self._group.send_signal(action.signum, stops=False)
         elif isinstance(action, Settle):

@@ -42,7 +42,6 @@ class ErrorFile:
     path: str
     message: str = ""
     callstack: str = ""
-    timestamp: float | None = None
     problem: str = ""
     record: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -120,36 +119,23 @@ def _interpret(path: str, record: Any) -> ErrorFile:
         return _corrupt(path, f"it holds a {type(record).__name__}, not an object")
     message = record.get("message")
     if isinstance(message, str):
-        seconds = _seconds(record.get("timestamp"))
-        return ErrorFile(path, printable(message), "", seconds, "", record)
+        return ErrorFile(path, printable(message), record=record)
     if not isinstance(message, dict):
         return _corrupt(path, 'it has no "message" that is a string or an object')
     text, extra = message.get("message"), message.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    callstack = extra.get("py_callstack")
+    callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
     if not isinstance(text, str) and not isinstance(callstack, str):
         return _corrupt(path, 'its "message" has neither "message" nor "py_callstack"')
     return ErrorFile(
         path,
         printable(text) if isinstance(text, str) else "",
         printable(callstack) if isinstance(callstack, str) else "",
-        _seconds(extra.get("timestamp")),
-        "",
-        record,
+        record=record,
     )
 
 
 def _corrupt(path: str, reason: str) -> ErrorFile:
     return ErrorFile(path, problem=f"error file is corrupt: {reason}")
-
-
-def _seconds(timestamp: Any) -> float | None:
-    """Return seconds since 1970, or None if ``timestamp`` is no such number."""
-    try:
-        seconds = float(timestamp)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return seconds if 0 < seconds < 1e11 else None
 
 
 def _record(message: str, callstack: str, exitcode: int | None) -> dict[str, Any]:

@@ -288,6 +288,7 @@ CAUSES: Final = {cause.code: cause for rows in SECTIONS.values() for cause in ro
 OF_COMMAND: Final = {cause.command: cause for cause in _JOB if cause.command}
 """By the exit code of ``elaunch run`` where it is not a worker's."""
 _STUCK: Final = re.compile(r" did not (?:start|end) round \d+ in ")
+_BY_TEXT: Final = [cause for rows in TEXTS.values() for cause in rows]
 _OF_END: Final = {end: cause for cause in CAUSES.values() for end in cause.ends}
 _SHM_LOW: Final = 64 << 20
 # Other codes are a script's own choice and other signals come from elsewhere: there, a known text
@@ -327,7 +328,7 @@ class Explanation(Struct, frozen=True):
 
 def prepare() -> None:
     """Compile what texts are searched for (6 to 10 ms) before a job waits for it; re keeps it."""
-    for cause in _known_by_text():
+    for cause in _BY_TEXT:
         re.compile(cause.text, re.MULTILINE)
 
 
@@ -378,12 +379,8 @@ def _by_text(end: Exit, text: str, size: int | None) -> Explanation | None:
     return found
 
 
-def _known_by_text() -> Iterator[Cause]:
-    return (cause for rows in TEXTS.values() for cause in rows)
-
-
 def _match(end: Exit, text: str, size: int | None) -> Explanation | None:
-    for cause in _known_by_text():
+    for cause in _BY_TEXT:
         found = re.search(cause.text, text, re.MULTILINE)
         if found:
             words = {name: value for name, value in found.groupdict().items() if value}

@@ -94,10 +94,14 @@ def pick(tail: Sequence[str], exitcode: int) -> tuple[str, ...]:
     if exitcode > 0:
         block = _last_traceback(lines, bare)
     elif exitcode in CRASHES:
-        block = _crash(bare)
+        found = ([n for n, line in enumerate(bare) if it.match(line)] for it in (_HEADER, _CRASH))
+        starts = [numbers[-1] for numbers in found if numbers]
+        block = bare[min(starts) :] if starts else []
     else:
         block = []
-    return tuple(_stripped(block or bare[-LAST_LINES:]))
+    block = block or bare[-LAST_LINES:]
+    kept = [number for number, line in enumerate(block) if line.strip()]
+    return tuple(block[kept[0] : kept[-1] + 1] if kept else ())
 
 
 def message_of(block: Sequence[str]) -> str:
@@ -152,19 +156,14 @@ def cap(lines: Sequence[str], source: str) -> tuple[str, ...]:
         lines: a traceback; its beginning and its end are kept.
         source: the file that has all of it, for the notice.
     """
-    fit = [_narrow(line, source) for line in lines]
+    rest = f" … the rest is left out, see {source}"
+    fit = [line if len(line) <= MAX_WIDTH else line[:MAX_WIDTH] + rest for line in lines]
     if len(fit) <= MAX_LINES:
         return tuple(fit)
     kept_last = MAX_LINES - KEPT_FIRST - 1
     left_out = len(fit) - KEPT_FIRST - kept_last
     notice = f"… {left_out} lines left out, see {source}"
     return (*fit[:KEPT_FIRST], notice, *fit[-kept_last:])
-
-
-def _narrow(line: str, source: str) -> str:
-    if len(line) <= MAX_WIDTH:
-        return line
-    return f"{line[:MAX_WIDTH]} … the rest is left out, see {source}"
 
 
 def _last_traceback(lines: Sequence[str], bare: Sequence[str]) -> Sequence[str]:
@@ -175,7 +174,7 @@ def _last_traceback(lines: Sequence[str], bare: Sequence[str]) -> Sequence[str]:
     while headers:
         start = headers.pop()
         end = min(_end(lines, bare, start), limit)
-        while headers and _is_chained(bare, start):
+        while headers and _before(bare, start) in _CHAINED:
             start = headers.pop()
         if not (start and _IGNORED.match(bare[start - 1])):
             return bare[start:end]
@@ -194,19 +193,6 @@ def _end(lines: Sequence[str], bare: Sequence[str], start: int) -> int:
     return len(bare)
 
 
-def _is_chained(bare: Sequence[str], start: int) -> bool:
-    before = next((line for line in reversed(bare[:start]) if line.strip()), "")
-    return before.strip() in _CHAINED
-
-
-def _crash(bare: Sequence[str]) -> Sequence[str]:
-    starts = []
-    for pattern in (_HEADER, _CRASH):
-        starts += [n for n, line in enumerate(bare) if pattern.match(line)][-1:]
-    return bare[min(starts) :] if starts else []
-
-
-def _stripped(block: Sequence[str]) -> Sequence[str]:
-    """Drop the empty lines around a block."""
-    kept = [number for number, line in enumerate(block) if line.strip()]
-    return block[kept[0] : kept[-1] + 1] if kept else []
+def _before(bare: Sequence[str], start: int) -> str:
+    """Return the line before, of those with text."""
+    return next((line.strip() for line in reversed(bare[:start]) if line.strip()), "")

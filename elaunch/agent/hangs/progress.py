@@ -256,7 +256,8 @@ class RoundProgress:
             heard = self._speakers & pages.keys()
             return {k: _of_page(pages[k]) if k in heard else None for k in own}
         found = {} if self._lines is None else self._lines.marks()
-        return {k: _of_lines(found[k]) if k in found else None for k in own}
+        shown = {k: Mark(one.count, True, one.step, said_at=one.at) for k, one in found.items()}
+        return {k: shown.get(k) for k in own}
 
     def record(self, living: Living, pages: Pages, watched: bool = False) -> ProgressRecord | None:
         """Return what the run's record says of progress now; None if nothing is known.
@@ -300,10 +301,6 @@ def _of_page(reading: Reading) -> Mark:
 def _one_line(text: str) -> str:
     """Return a text of the script's as it may stand in a log line."""
     return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _of_lines(found: LineMark) -> Mark:
-    return Mark(found.count, True, found.step, said_at=found.at)
 
 
 def _worker(

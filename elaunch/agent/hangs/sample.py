@@ -225,15 +225,10 @@ class Sampler:
         """Return how busy the DataLoaders of so many workers have been."""
         return self._loaders.record(slots)
 
-    def take_stacks(self, round_number: int) -> float:
+    def take_stacks(self) -> float:
         """Have all workers' stacks taken and posted; return when that is overdue, in seconds."""
         last = () if self._watch is None else last_words(self._watch.history)
-        wanted = self._wanted(self.workers.now)
-
-        def take() -> None:
-            self._post(replace(stacks.take(round_number, wanted), last=last))
-
-        atonce.start("stacks", take)
+        atonce.start("stacks", lambda: self._post(replace(self.read_stacks(), last=last)))
         return stacks.OVERDUE_S
 
     def read_stacks(self, options: tuple[str, ...] = ()) -> events.StacksTaken:
@@ -241,18 +236,16 @@ class Sampler:
         living = self.workers.now
         if living.begun is None:
             return events.StacksTaken(-1)
+        number = living.begun.round
+        wanted = tuple(
+            stacks.Worker(rank, pid, self._group.stacks_file(number, rank - living.first_rank))
+            for rank, pid in sorted(living.pids.items())
+        )
 
         def ask(pids: Mapping[int, int], until: float) -> Mapping[int, Dump]:
             return self.recorders.ask(living, pids, (STACKS,), until).dumps()
 
-        return stacks.take(living.begun.round, self._wanted(living), ask, options=options)
-
-    def _wanted(self, living: Living) -> tuple[stacks.Worker, ...]:
-        number = 0 if living.begun is None else living.begun.round
-        return tuple(
-            stacks.Worker(rank, pid, self._group.stacks_file(number, rank - living.first_rank))
-            for rank, pid in sorted(living.pids.items())
-        )
+        return stacks.take(number, wanted, ask, options=options)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 

@@ -272,7 +272,10 @@ class Ledger:
         if state.phase is Phase.ENDED:
             kind = self._kind
         elif kind == "rendezvous":
-            if _misses_nodes(state) or self._kind == "nodes":
+            # Nodes are missing, or this one stands by.
+            plan = state.plan if state.limits.meets else None
+            misses = plan is not None and (bool(plan.waits) or state.name in plan.spares)
+            if misses or self._kind == "nodes":
                 kind = "nodes"
                 if self._kind == "rendezvous":
                     self._kind = kind  # it was so since the last round
@@ -465,14 +468,6 @@ def _pace(page: Reading) -> float | None:
     if page.kind == "train":
         train += max(0.0, page.beat_at - page.since)
     return train / (page.step - page.first)
-
-
-def _misses_nodes(state: State) -> bool:
-    """Whether no round is here since nodes are missing, or since this one stands by."""
-    plan = state.plan
-    if not state.limits.meets or plan is None:
-        return False
-    return bool(plan.waits) or state.name in plan.spares
 
 
 def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
