@@ -11,7 +11,7 @@ from typing import Final
 
 from elaunch.runs import verdict
 from elaunch.runs.job import JobDocument
-from elaunch.runs.record import LatenessRecord, Record, TimingRecord
+from elaunch.runs.record import LatenessRecord, Record, TimingRecord, steps
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -82,11 +82,9 @@ def _recorded(record: Record) -> Iterator[Sample]:
         yield "elaunch_run_world_size", {}, record["world_size"]
     for state, number in Counter(worker["state"] for worker in record["workers"]).items():
         yield "elaunch_run_workers", {"state": state}, number
-    progress = record.get("progress")
-    steps = [w["step"] for w in progress["workers"] if w["step"] is not None] if progress else []
-    if steps:
-        yield "elaunch_run_step_min", {}, min(steps)
-        yield "elaunch_run_step_max", {}, max(steps)
+    if shown := steps(record.get("progress")):
+        yield "elaunch_run_step_min", {}, min(shown)
+        yield "elaunch_run_step_max", {}, max(shown)
     saves = record.get("saves")
     if saves is not None and saves["step"] is not None:
         yield "elaunch_run_checkpoint_step", {}, saves["step"]

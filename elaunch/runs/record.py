@@ -344,6 +344,12 @@ def lasted(record: Record | RoundRecord, now: float) -> float:
     return max(0.0, record.get("lasted_s", seconds))
 
 
+def steps(progress: ProgressRecord | None) -> list[int]:
+    """Return the steps that workers have shown."""
+    shown = [one["step"] for one in progress["workers"]] if progress else []
+    return [step for step in shown if step is not None]
+
+
 def first_record(run_id: str, name: str, directory: Path) -> Record:
     """Return the record of a run that this process writes from now on; its state is STARTING."""
     return {

@@ -39,7 +39,7 @@ from elaunch.config import Settings
 from elaunch.config.command import CALLER
 from elaunch.endings import Exit
 from elaunch.runs.directory import RunDir
-from elaunch.runs.record import ProgressRecord
+from elaunch.runs.record import ProgressRecord, steps
 from elaunch.runs.statedir import replace_file
 
 TAIL_LINES = 400
@@ -216,7 +216,7 @@ class Reporter:
             first = () if state.first is None else (state.first,)
             everyone = (*first, *state.later, *state.stopped)
             self._kept = tuple(self._left(end, end in state.stopped) for end in everyone)
-            self._at_step = _furthest(self._progress())
+            self._at_step = max(steps(self._progress()), default=None)
 
     def _leaving(self, state: State, scene: Scene) -> Iterator[Failure]:
         """Yield what those have left so far that were on their way to an end of their own."""
@@ -302,12 +302,6 @@ class Reporter:
             tail=tuple(self._pump.tail(end.local_rank, TAIL_LINES)),
             oom_kill=self._oom and end.exitcode in (-9, 128 + 9) and not stopped,
         )
-
-
-def _furthest(progress: ProgressRecord | None) -> int | None:
-    """Return the highest step that a worker has shown."""
-    workers = progress["workers"] if progress else ()
-    return max((each["step"] for each in workers if each["step"] is not None), default=None)
 
 
 def _first(state: State) -> int:

@@ -38,6 +38,7 @@ from elaunch.runs.record import (
     Reports,
     SlowestRecord,
     TimingRecord,
+    steps,
 )
 from elaunch.wire.progress import SPENT, Reading, Spent
 
@@ -357,9 +358,7 @@ class Ledger:
         self, current: _OpenRound, pages: Mapping[int, Reading]
     ) -> tuple[int | None, int | None]:
         """Return the steps between which the round has trained, as far as they are known."""
-        progress = self._progress()
-        workers = progress["workers"] if progress else []
-        end = max((step for one in workers if (step := one["step"]) is not None), default=None)
+        end = max(steps(self._progress()), default=None)
         if end is None:
             return None, None
         firsts = [page.first for page in pages.values() if page.first is not None]
