@@ -199,6 +199,7 @@ def ask(
                 if found is not None:
                     answers[question] = found
                     selector.unregister(connection)
+                    connection.close()  # it may answer one at a time
             left = (key.data[0].handler for key in selector.get_map().values())
             if hurries and all(handler == STACKS for handler in left):
                 now, hurries = time.monotonic(), False
