@@ -83,11 +83,14 @@ def arrivals(places: Mapping[int, RankPlace]) -> Arrivals:
             known = (call for call in group.calls if call.lasted is not None or not group.queued)
             for call in known:
                 entered.setdefault((name, group.times, call.number), {})[rank] = call
-    return {
-        key: _arrival(_times(calls))
-        for key, calls in entered.items()
-        if len(calls) == members[key[0]] and len(calls) > 1
-    }
+    found: dict[Key, LastArrival] = {}
+    for key, calls in entered.items():
+        if len(calls) == members[key[0]] and len(calls) > 1:
+            times = sorted((at, rank) for rank, at in _times(calls).items())
+            *others, (last, rank) = times
+            median = statistics.median(at for at, _ in others)
+            found[key] = LastArrival(rank, last, median, times[0][0])
+    return found
 
 
 def _times(calls: Mapping[int, CollectiveCall]) -> dict[int, float]:
@@ -100,11 +103,6 @@ def _times(calls: Mapping[int, CollectiveCall]) -> dict[int, float]:
         return {rank: call.at for rank, call in calls.items()}
     first, longest = max(call.at for call in calls.values()), max(lasted.values())
     return {rank: first + longest - seconds for rank, seconds in lasted.items()}
-
-
-def _arrival(times: Mapping[int, float]) -> LastArrival:
-    (_, first), *_, (rank, at) = sorted(times.items(), key=lambda item: (item[1], item[0]))
-    return LastArrival(rank, at, statistics.median(t for r, t in times.items() if r != rank), first)
 
 
 def summary(found: Iterable[LastArrival]) -> LatenessRecord | None:
