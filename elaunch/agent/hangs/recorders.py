@@ -192,14 +192,14 @@ def ask(
                 )
         while waiting := [*selector.get_map().values()]:
             ready = selector.select(max(0.0, until - time.monotonic()))
-            for key in [key for key, _ in ready] or waiting:
-                question, connection, received = key.data
-                late = TimeoutError(errno.ETIMEDOUT, "no answer")
-                found = _receive(connection, received) if ready else late
-                if found is not None:
-                    answers[question] = found
-                    selector.unregister(connection)
-                    connection.close()  # it may answer one at a time
+            late = TimeoutError(errno.ETIMEDOUT, "no answer")
+            data = [key.data for key in ([key for key, _ in ready] or waiting)]
+            found = [(one, _receive(*one[1:]) if ready else late) for one in data]
+            whole = [(one, answer) for one, answer in found if answer is not None]
+            for (question, connection, _), answer in whole:
+                answers[question] = answer
+                selector.unregister(connection)
+                connection.close()  # it may answer one at a time
             left = (key.data[0].handler for key in selector.get_map().values())
             if hurries and all(handler == STACKS for handler in left):
                 now, hurries = time.monotonic(), False

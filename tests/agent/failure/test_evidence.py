@@ -252,7 +252,7 @@ def test_the_headline_names_who_is_to_blame(
 ) -> None:
     """And nobody, where the first is likely a victim of a rank that is not known."""
     made = build("t.py", "h", 0, ends, ends[0].exit.local_rank)
-    made = replace(made, culprit=Culprit((), known["culprit"]) if known else None)
+    made = replace(made, culprit=Culprit((), known["culprit"])) if known else made
     assert made.headline == headline
     assert made.to_dict()["headline"] == headline
 
