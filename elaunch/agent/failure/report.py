@@ -92,7 +92,7 @@ def write_launcher_file(report: FailureReport, environ: Mapping[str, str]) -> bo
     """Write the launcher's own error file, if ``environ`` names one, from the cause."""
     told = report.told
     if report.hang is not None:
-        text = "\n".join(hang_lines(report.hang))
+        text = "\n".join(doing(report.hang.seen.last, report.hang.stacks))
         return errorfile.write_launcher_file(environ, report.exit_code, None, summary(report), text)
     message = told.exit.text + (f": {told.message}" if told.message else "")
     callstack = "\n".join(told.traceback) or told.explanation.text or message
@@ -226,12 +226,13 @@ def _hang(report: FailureReport, hang: Hang, when: str) -> Iterator[str]:
     who = "seen "
     if guilty:
         who = f"local_rank {guilty.exit.local_rank}, pid {guilty.exit.pid}, "
-    yield f"({who}on host {report.host}, {when}; known by {source_text(hang.seen.source)})"
+    by = "the script" if hang.seen.source == "script" else hang.seen.source
+    yield f"({who}on host {report.host}, {when}; known by {by})"
     yield f"(elaunch explain {report.code})"
     if guilty and guilty.message:
         yield "The last exception in its stderr:"
         yield from (f"  {line}".rstrip() for line in guilty.traceback)
-    yield from hang_lines(hang)
+    yield from doing(hang.seen.last, hang.stacks)
     if guilty:
         yield from _log(guilty)
 
@@ -378,18 +379,8 @@ def _table_text(failure: Failure) -> str:
 # ── hangs ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def hang_lines(hang: Hang) -> Iterator[str]:
-    """Yield what the text of a report says of a hang, below the line that names it."""
-    yield from _doing(hang.seen.last, hang.stacks)
-
-
-def stacks_lines(taken: events.StacksTaken) -> Iterator[str]:
-    """Yield what the workers of this node were doing when another node reported a hang."""
-    yield "What the workers of this node were doing meanwhile:"
-    yield from _doing(taken.last, taken)
-
-
-def _doing(last: Sequence[str], taken: events.StacksTaken) -> Iterator[str]:
+def doing(last: Sequence[str], taken: events.StacksTaken) -> Iterator[str]:
+    """Yield what the workers of this node were doing when a round hung, here or elsewhere."""
     if last:
         yield "What each rank said last:"
         yield from (f"  {line}" for line in last[:MOST_LAST])
@@ -406,8 +397,3 @@ def _doing(last: Sequence[str], taken: events.StacksTaken) -> Iterator[str]:
     yield from (f"No stacks of {ranks(them)}: {why}" for them, why in taken.problems)
     if not taken.groups and not taken.problems:
         yield "The stacks of the workers could not be taken in time."
-
-
-def source_text(source: str) -> str:
-    """Return what a source of progress is called where it is read by people."""
-    return "the script" if source == "script" else source

@@ -278,7 +278,8 @@ class Reporter:
 
     def _show_stacks(self, taken: events.StacksTaken) -> None:
         """Print and write what this node's workers did when another node reported a hang."""
-        text = "\n".join(report.stacks_lines(taken)) + "\n"
+        begins = "What the workers of this node were doing meanwhile:"
+        text = "\n".join([begins, *report.doing(taken.last, taken)]) + "\n"
         self._write_files(taken.round, {"txt": text})
         self._pump.show(text)
 
