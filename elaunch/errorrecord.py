@@ -24,9 +24,21 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from elaunch import env
+
+
+def contents(message: str, stack: str) -> dict[str, Any]:
+    """Return what the file has of an error."""
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    return {"message": {"message": message, "extraInfo": extra}}
+
+
+def of_error(error: BaseException) -> dict[str, Any]:
+    """Return what the file has of ``error``."""
+    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return contents(f"{type(error).__name__}: {error}", stack)
 
 
 def write(error: Exception) -> None:
@@ -37,12 +49,9 @@ def write(error: Exception) -> None:
     path = os.environ.get(env.ERROR_FILE)
     if not path:
         return
-    stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     try:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(record, file)
+            json.dump(of_error(error), file)
     except OSError as problem:
         # A logger made at the import would be found in every forked worker.
         log = logging.getLogger("elaunch")

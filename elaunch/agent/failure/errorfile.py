@@ -21,12 +21,11 @@ import json
 import logging
 import os
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaunch import env
+from elaunch import env, errorrecord
 from elaunch.agent.failure.tracebacks import printable
 from elaunch.files import open_regular
 
@@ -86,11 +85,11 @@ def write_launcher_file(
         callstack: the traceback from elsewhere or the report's text, used without ``source``.
     """
     if source is None or source.problem:
-        record = _record(message, callstack, exitcode)
+        record = errorrecord.contents(message, callstack)
     else:
         record = dict(source.record)
-        if isinstance(record["message"], dict):
-            record["message"] = {**record["message"], "errorCode": exitcode}
+    if isinstance(record["message"], dict):
+        record["message"] = {**record["message"], "errorCode": exitcode}
     return _write(environ, record)
 
 
@@ -99,8 +98,7 @@ def write_launcher_error(environ: Mapping[str, str], error: BaseException) -> bo
 
     Without the variable in its environment nothing is done.
     """
-    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return _write(environ, _record(f"{type(error).__name__}: {error}", callstack, None))
+    return _write(environ, errorrecord.of_error(error))
 
 
 def _content(path: str) -> bytes:
@@ -136,14 +134,6 @@ def _interpret(path: str, record: Any) -> ErrorFile:
 
 def _corrupt(path: str, reason: str) -> ErrorFile:
     return ErrorFile(path, problem=f"error file is corrupt: {reason}")
-
-
-def _record(message: str, callstack: str, exitcode: int | None) -> dict[str, Any]:
-    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    inner: dict[str, Any] = {"message": message, "extraInfo": extra}
-    if exitcode is not None:
-        inner["errorCode"] = exitcode
-    return {"message": inner}
 
 
 def _write(environ: Mapping[str, str], record: dict[str, Any]) -> bool:
