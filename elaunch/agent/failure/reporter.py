@@ -111,8 +111,7 @@ class Reporter:
         self._notice(state)
         self._looked, lost, is_victim, self._first = None, False, False, None
         if state.limits.meets or state.first.exitcode in explain.TEXT_COUNTS:
-            self._kept = (self._left(state.first, False),)
-            found = self._make(state)
+            found = self._make(state, (self._left(state.first, False),))
             self._first = replace(found.first, error_file=None)
             is_victim = self._first.explanation.victim
             # What it has lost may be a rank of another node.
@@ -125,8 +124,7 @@ class Reporter:
         assert state.first is not None  # as for look()
         scene = self._scene(0.0)
         first = self._first or self._left(state.first, False)
-        self._kept = (first, *self._leaving(state, scene))
-        return self._make(state, scene).accused
+        return self._make(state, (first, *self._leaving(state, scene)), scene).accused
 
     def _scene(self, patience: float) -> Scene:
         return NOT_ASKED if self._looked is None else self._looked.described(patience)
@@ -155,7 +153,10 @@ class Reporter:
         """Make and write the report, or complete it by the round that follows."""
         made = self._made
         if made is None and state.reportable:
-            made = self._make(state, self._scene(SETTLE_S))  # for what other nodes answer
+            if not self._kept:
+                self._keep(state)
+            made = self._make(state, self._kept, self._scene(SETTLE_S))  # for what others answer
+            self._kept = ()
             signature = made.signature if self._settings.max_same_failures else ""
             self._publisher.keep(made, signature)
         if made is None or (made is self._made and begun is None):
@@ -226,24 +227,18 @@ class Reporter:
                 end = Exit(state.round, rank, local_rank, 0, 1, time.monotonic(), stopped=True)
                 yield self._left(end, True)
 
-    def _make(self, state: State, scene: Scene = NOT_ASKED) -> FailureReport:
-        """Make the report of a failed round."""
-        if not self._kept:
-            self._keep(state)
+    def _make(
+        self, state: State, ends: tuple[Failure, ...], scene: Scene = NOT_ASKED
+    ) -> FailureReport:
+        """Make the report of a failed round of which so many have ended."""
         settings, known = self._settings, self._evidence(state, scene)
-        host = socket.gethostname()
         name = settings.name if settings.entrypoint == CALLER else settings.entrypoint
-        first = _first(state)
-
-        def build(kept: tuple[Failure, ...]) -> FailureReport:
-            return verdict.build(name, host, state.round, kept, first, known)
-
+        whose = (name, socket.gethostname(), state.round)
+        build = partial(verdict.build, *whose, first=_first(state), known=known)
         what = "cannot read the workers' files"
-        made = bounded(partial(build, self._kept), None, what, self._group.files_root)
+        made = bounded(partial(build, ends), None, what, self._group.files_root)
         without = {"error_file": None, "stdout_path": None}  # both would be read
-        made = made or build(tuple(replace(each, **without) for each in self._kept))
-        self._kept = ()
-        return made
+        return made or build(tuple(replace(each, **without) for each in ends))
 
     def _evidence(self, state: State, scene: Scene) -> Evidence:
         """Return what is known of the round beside its workers' ends."""
