@@ -102,11 +102,6 @@ class Recorders:
         self.run_dir = run_dir
         self.traces: tuple[bytes, ...] = (TRACE, DEVICE_TRACE)
 
-    @property
-    def have_devices(self) -> bool:
-        """Whether the workers' torch has a record of NCCL's."""
-        return DEVICE_TRACE in self.traces
-
     def places(self, living: Living, until: float) -> dict[int, RankPlace]:
         """Return where the living workers are, and the ended."""
         return self.ask(living, living.pids, self.traces, until).places()

@@ -39,7 +39,7 @@ from elaunch.agent.hangs.hang import HangVerdict, HangWatch, Look, last_words
 from elaunch.agent.hangs.living import Living, RanksElsewhere, RoundWorkers
 from elaunch.agent.hangs.processes import Hindrances, LoaderActivity, WorkerActivity
 from elaunch.agent.hangs.progress import ProgressLines, RoundProgress
-from elaunch.agent.hangs.recorders import STACKS, Recorders, Waits
+from elaunch.agent.hangs.recorders import DEVICE_TRACE, STACKS, Recorders, Waits
 from elaunch.agent.hangs.stackdump import Dump
 from elaunch.agent.policy import events
 from elaunch.agent.policy.turn import Round
@@ -309,7 +309,7 @@ class Sampler:
         self._waits.note(places)
         # The first collective of NCCL is not recorded before it has connected the ranks.
         new = {rank for rank, one in places.items() if one.groups and not (one.done or one.is_held)}
-        new &= living.pids.keys() if self.recorders.have_devices else set()
+        new &= living.pids.keys() if DEVICE_TRACE in self.recorders.traces else set()
         if new and now >= self._first_look_at:
             self._first_look_at = now + FIRST_LOOK_S
             places = self._with_waits(living, places, {rank: living.pids[rank] for rank in new})

@@ -125,9 +125,9 @@ def test_a_torch_without_nccl_is_not_asked_for_its_record_again(tmp_path: Path) 
     path = socket_path(tmp_path, 0, 0)
     answering(path, HEAD % len(body) + body)
     groups_path(path).write_text('["0", 1, 0, []]\n')
-    assert asked.have_devices
+    assert DEVICE_TRACE in asked.traces
     assert asked.places(ONE, time.monotonic() + 5)[0].done == 3
-    assert not asked.have_devices
+    assert asked.traces == (TRACE,)
 
 
 def test_stacks_that_are_only_shown_are_not_waited_for(tmp_path: Path) -> None:
