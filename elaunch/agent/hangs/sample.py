@@ -134,11 +134,11 @@ class Sampler:
         now = time.monotonic()
         self._look_at = now if asked is not None else float("inf")
         self._survey_at = now + FIRST_S
-        self._be_new(None)
+        self._be_new(Living())
 
-    def _be_new(self, begun: Round | None) -> None:
+    def _be_new(self, living: Living) -> None:
         """Forget the round before; all of this is the thread's."""
-        self._begun, self._waits = begun, Waits()
+        self._living, self._waits = living, Waits()
         self._hindered: Hindrances = processes.hindrances()
         self._first_look_at = 0.0
         self._unreported: dict[int, int] = {}
@@ -146,7 +146,7 @@ class Sampler:
         self._suspected: HangVerdict | None = None
         self._nodes: RanksElsewhere | None = None
         self._arrivals: lateness.Arrivals = {}
-        self._survey, self.waiting = Survey(begun), {}
+        self._survey, self.waiting = Survey(living.begun), {}
         self._progress.begin()
         if self._watch is not None:
             self._watch.begin()
@@ -271,29 +271,30 @@ class Sampler:
 
     def _take(self, living: Living, questions: list[_Question]) -> None:
         """Take the readings that are due, and answer the questions by them."""
-        if living.begun is not self._begun:
-            self._be_new(living.begun)
+        if living.begun is not self._living.begun:
+            self._be_new(living)
+        self._living = living
         now, began = time.monotonic(), time.thread_time()
         looks, surveys = now >= self._look_at, now >= self._survey_at
         watch = None if self._told_hang or not (looks and living.pids) else self._watch
         pages = self._links.readings()
         places: Mapping[int, RankPlace] | None = None
         if surveys or questions:
-            places = self._places(living, ANSWER_S)
+            places = self._places(ANSWER_S)
         if watch is not None:
             asks = not self._progress.note(pages) or watch.limit is None
             if asks and places is None:
-                places = self._places(living, min(watch.tick, ANSWER_S))
-            self._suspected = self._look(watch, living, pages, places or {})
+                places = self._places(min(watch.tick, ANSWER_S))
+            self._suspected = self._look(watch, pages, places or {})
         if surveys or (questions and now - self._survey.at >= ANSWERED_S):
-            self._note_survey(living, places or {})
+            self._note_survey(places or {})
         if surveys:
             self._asks_all = bool(lateness.waits(self._survey.own, time.time() - AWAITED_S))
             self._survey = self._survey if self._asks_all else replace(self._survey, everyone={})
         if questions:
-            self._answer(living, places or {}, questions)
+            self._answer(places or {}, questions)
         if self._asks_all or self._suspected is not None:
-            self._judge(living, places)
+            self._judge(places)
         if surveys and not self._asks_all:
             self._post_news()
         if self._watch is not None and looks:
@@ -302,9 +303,9 @@ class Sampler:
             pause = max(EVERY_S, SPARING * (time.thread_time() - began))
             self._survey_at = time.monotonic() + pause
 
-    def _places(self, living: Living, patience: float) -> dict[int, RankPlace]:
+    def _places(self, patience: float) -> dict[int, RankPlace]:
         """Return where the living workers are, and the ended, as torch records it."""
-        now = time.monotonic()
+        now, living = time.monotonic(), self._living
         places = self.recorders.places(living, now + patience)
         self._waits.note(places)
         # The first collective of NCCL is not recorded before it has connected the ranks.
@@ -312,7 +313,7 @@ class Sampler:
         new &= living.pids.keys() if DEVICE_TRACE in self.recorders.traces else set()
         if new and now >= self._first_look_at:
             self._first_look_at = now + FIRST_LOOK_S
-            places = self._with_waits(living, places, {rank: living.pids[rank] for rank in new})
+            places = self._with_waits(places, {rank: living.pids[rank] for rank in new})
         elif new:
             places = self._waits.known(places, new)
         if any(place.waits for place in places.values()):
@@ -320,20 +321,20 @@ class Sampler:
         return places
 
     def _with_waits(
-        self, living: Living, places: Mapping[int, RankPlace], pids: Mapping[int, int]
+        self, places: Mapping[int, RankPlace], pids: Mapping[int, int]
     ) -> dict[int, RankPlace]:
         """Return the places with the waits that the stacks of these processes show."""
         loose = {k for k, one in places.items() if not (one.is_held or one.problem or one.leaving)}
         asked = {rank: pid for rank, pid in pids.items() if rank in loose}
         until = time.monotonic() + RECEIVE_S
-        dumps = self.recorders.ask(living, asked, (STACKS,), until).dumps()
+        dumps = self.recorders.ask(self._living, asked, (STACKS,), until).dumps()
         return self._waits.seen(self._waits.dated(places), dumps, asked)
 
-    def _with_outside(self, living: Living, found: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
+    def _with_outside(self, found: Mapping[int, RankPlace]) -> dict[int, RankPlace]:
         """Return the places, with workers that have made no process group, or are stopped."""
-        places = {**found}
-        for rank in () if self._is_blind() else living.pids.keys() - found.keys():
-            rests = stacks.at_rest(living.pids[rank])
+        places, pids = {**found}, self._living.pids
+        for rank in () if self._is_blind() else pids.keys() - found.keys():
+            rests = stacks.at_rest(pids[rank])
             places[rank] = RankPlace(problem=rests, stopped=bool(rests)) if rests else OUTSIDE
         return places
 
@@ -342,29 +343,26 @@ class Sampler:
         return self._spawns and not (self._links.readings() or self._links.left())
 
     def _look(
-        self,
-        watch: HangWatch,
-        living: Living,
-        pages: Mapping[int, Reading],
-        places: Mapping[int, RankPlace],
+        self, watch: HangWatch, pages: Mapping[int, Reading], places: Mapping[int, RankPlace]
     ) -> HangVerdict | None:
         """Return what is suspected after one more look at living workers."""
-        look = self._progress.look(living, pages, places)
+        look = self._progress.look(self._living, pages, places)
         if look is None:
             return None
         if self.workers.debugged:
             look = replace(look, held=True)
         waits: Look | None = look
         if look.source != "collectives":
-            waits = self._progress.look(living, pages, places, by_waits=True)
+            waits = self._progress.look(self._living, pages, places, by_waits=True)
         found = watch.see(look, waits)
         watch.note_silence(self._is_blind())
         return found
 
-    def _note_survey(self, living: Living, raw: Mapping[int, RankPlace]) -> None:
+    def _note_survey(self, raw: Mapping[int, RankPlace]) -> None:
         """Keep what a survey shows."""
-        own = self._with_outside(living, raw) if raw else {}
-        self._report_ended(living, own)
+        living = self._living
+        own = self._with_outside(raw) if raw else {}
+        self._report_ended(own)
         self._loaders.look(living.pids.values())
         self._arrivals = lateness.kept(self._arrivals, lateness.arrivals(own))
         late = lateness.summary(self._arrivals.values())
@@ -372,22 +370,21 @@ class Sampler:
             late["why"] = processes.hindrances().since(self._hindered, living.pids.get(slow, 0))
         self._survey = Survey(living.begun, time.monotonic(), own, self._survey.everyone, late)
 
-    def _answer(
-        self, living: Living, raw: Mapping[int, RankPlace], questions: list[_Question]
-    ) -> None:
+    def _answer(self, raw: Mapping[int, RankPlace], questions: list[_Question]) -> None:
         """Answer; a worker that ends while its stack is asked for may abort, so few ask for it."""
-        places = self._with_outside(living, raw)
+        places = self._with_outside(raw)
         waits = any(place.waits for place in places.values())
         if any(one.waited or (waits and one.waited is False) for one in questions):
-            places = self._with_waits(living, places, living.pids)
+            places = self._with_waits(places, self._living.pids)
         for one in questions:
             one.answers.put(places)
 
-    def _judge(self, living: Living, raw: Mapping[int, RankPlace] | None) -> None:
+    def _judge(self, raw: Mapping[int, RankPlace] | None) -> None:
         """Say for whom ranks wait, and whether the round hangs, by what all nodes show."""
-        found, watch, begun = self._suspected, self._watch, living.begun
+        found, watch, living = self._suspected, self._watch, self._living
+        begun = living.begun
         try:
-            everyone = self._everywhere(living, raw)
+            everyone = self._everywhere(raw)
             if everyone is None:
                 return
             self._tell_wait(everyone)
@@ -403,11 +400,9 @@ class Sampler:
         if found is not None and watch is not None and begun is not None:
             self._tell_hang(begun, found, watch)
 
-    def _everywhere(
-        self, living: Living, raw: Mapping[int, RankPlace] | None
-    ) -> Mapping[int, RankPlace] | None:
+    def _everywhere(self, raw: Mapping[int, RankPlace] | None) -> Mapping[int, RankPlace] | None:
         """Return where the ranks of all nodes are; None while the other nodes are being asked."""
-        begun = living.begun
+        begun = self._living.begun
         elsewhere: Mapping[int, RankPlace] = {}
         if begun is None:
             return {}
@@ -417,8 +412,8 @@ class Sampler:
             if not self._nodes.settled.is_set():
                 return None
             elsewhere, self._nodes = self._nodes.places, None
-        found = self._places(living, ANSWER_S) if raw is None else raw
-        own = self._with_waits(living, self._with_outside(living, found), living.pids)
+        found = self._places(ANSWER_S) if raw is None else raw
+        own = self._with_waits(self._with_outside(found), self._living.pids)
         return {**own, **elsewhere}
 
     def _tell_wait(self, everyone: Mapping[int, RankPlace]) -> None:
@@ -445,13 +440,14 @@ class Sampler:
         if self._several:
             self._post(events.RanksAsked())
 
-    def _report_ended(self, living: Living, places: Mapping[int, RankPlace]) -> None:
+    def _report_ended(self, places: Mapping[int, RankPlace]) -> None:
         """Report workers that have ended long ago, where the server does not: it may be frozen.
 
         A server that is stopped is sent on (elaunch.agent.workers.server). Surveys are counted:
         time in which the agent is suspended, too, does not count.
         """
-        begun, server = living.begun, self._group.server.pid
+        living, server = self._living, self._group.server.pid
+        begun = living.begun
         shown = {rank for rank, one in places.items() if not (one.problem or one.leaving)}
         ends = {rank: proc.exit_code(living.pids[rank]) for rank in living.pids.keys() - shown}
         seen, self._unreported = self._unreported, {}
