@@ -382,13 +382,14 @@ class Sampler:
     def _judge(self, raw: Mapping[int, RankPlace] | None) -> None:
         """Say for whom ranks wait, and whether the round hangs, by what all nodes show."""
         found, watch, living = self._suspected, self._watch, self._living
-        begun = living.begun
+        if (begun := living.begun) is None:
+            return  # nobody waits before the first round
         try:
-            everyone = self._everywhere(raw)
+            everyone = self._everywhere(begun, raw)
             if everyone is None:
                 return
             self._tell_wait(everyone)
-            if found is not None and watch is not None and begun is not None:
+            if found is not None and watch is not None:
                 own, size = tuple(sorted(living.pids)), begun.place.world_size
                 now, at = time.time(), time.monotonic()
                 found = watch.explain(found, everyone, own, size, now=now, at=at)
@@ -397,15 +398,14 @@ class Sampler:
             waits = any(place.waits for place in (raw or {}).values())
             found = found if waits or (found and found.source != "collectives") else None
         self._suspected, self._asks_all = None, False
-        if found is not None and watch is not None and begun is not None:
+        if found is not None and watch is not None:
             self._tell_hang(begun, found, watch)
 
-    def _everywhere(self, raw: Mapping[int, RankPlace] | None) -> Mapping[int, RankPlace] | None:
+    def _everywhere(
+        self, begun: Round, raw: Mapping[int, RankPlace] | None
+    ) -> Mapping[int, RankPlace] | None:
         """Return where the ranks of all nodes are; None while the other nodes are being asked."""
-        begun = self._living.begun
         elsewhere: Mapping[int, RankPlace] = {}
-        if begun is None:
-            return {}
         if (others := self.others) is not None:
             if self._nodes is None:
                 self._nodes = others.ask(begun, True, lambda: self._inbox.put(None))
