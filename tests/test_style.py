@@ -74,6 +74,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "the exit of the lost rank is to be the first": ("training.ranks:RankCalls._fail",),
     }.items()
     for place in places
+} | {
+    ("parameters", "elaunch.training.train:TrainContext.steps"): "a whole training in one call",
 }
 
 # "module:function" that may catch everything -> what becomes of the exception.

@@ -169,6 +169,7 @@ class Context:
         self.preempt = PreemptContext(self.distributed, self._page, link)
         self._stack.callback(self.preempt.close)
         self.preempt.start()
+        self.train.attach(self.distributed, self.preempt, lambda: self.checkpoint)
         if link is not None:
             link.on_notice = self.preempt.on_notice
             link.start()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.errors import ContextError, MetricError
 from elaunch.training.launch import Placement
@@ -19,6 +19,13 @@ from elaunch.training.metrics.files import TENSORBOARD, TRAINING, VALIDATION, Me
 from elaunch.training.metrics.rows import Encoder, Latest
 from elaunch.training.metrics.writer import BoardWriter, Writer, require
 from elaunch.wire.progress import ProgressPage
+
+if TYPE_CHECKING:
+    from elaunch.checkpoint.records import Keep
+    from elaunch.training.distributed import DistributedContext
+    from elaunch.training.preempt.preempt import PreemptContext
+    from elaunch.training.steps.feed import Batch, Collate, Dataset
+    from elaunch.training.steps.loop import Script, Steps
 
 CLOSE_TIMEOUT_S: Final = 10.0
 
@@ -54,11 +61,106 @@ class TrainContext:
         self._encoder = Encoder(placement.rank, placement.round)
         self._latest = Latest()
         self._writer: Writer | None = None
+        self._parts: tuple[DistributedContext, PreemptContext, Callable[[], Any]] | None = None
+        self._script: Script | None = None
         board = None
         if tensorboard is not None and tensorboard is not False:
             board = _board(directory, tensorboard, placement.rank, resume_step)
         if directory is not None:
             self._writer = Writer(MetricFiles(directory, placement.round, resume_step), board)
+
+    def attach(
+        self,
+        distributed: DistributedContext,
+        preempt: PreemptContext,
+        checkpoint: Callable[[], Any],
+    ) -> None:
+        """Take the parts of the context that :meth:`steps` uses; the context calls it."""
+        self._parts = (distributed, preempt, checkpoint)
+
+    def steps(
+        self,
+        state: Mapping[str, Any],
+        dataset: Dataset | None = None,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        until: int | None = None,
+        epochs: int | None = None,
+        batch: Batch | None = None,
+        collate_fn: Collate | None = None,
+        loader: Mapping[str, Any] | None = None,
+        last: str = "drop",
+        shuffle: bool = True,
+        seed: int = 0,
+        save_every: int | str | None = "auto",
+        keep: Keep | int | None = None,
+        threads: int = 1,
+    ) -> Steps:
+        """Return the steps of a training whose numbers do not depend on how many ranks compute it.
+
+        ALL ranks call it together, and go through the steps together; it blocks until all have
+        come. It loads the newest checkpoint, if there is one, and returns what is left to do::
+
+            state = {"model": model, "optimizer": optimizer}
+            loop = ctx.train.steps(state, dataset, global_batch=48, micro_batch=4, until=10_000)
+            for step in loop:
+                for x, y in step.micro_batches():
+                    step.backward(loss_fn(model(x), y))
+                step.apply(optimizer)
+
+        Args:
+            state: modules (plain ones, not in DDP), optimizers, and what else is to be saved, as
+                for ``ctx.checkpoint.save``.
+            dataset: anything with a length and samples by index.
+            global_batch: samples of a step, of all ranks together; a multiple of ``micro_batch``.
+            micro_batch: samples that a rank computes at once.
+            until: steps at which the training is done; without it, and without ``epochs``, it goes
+                on until the script leaves the loop.
+            epochs: the same in epochs.
+            batch: in the place of a dataset: called with a step's number, from 1, and a leaf's,
+                from 0; returns that micro-batch.
+            collate_fn: makes a batch of a list of samples; by default torch's.
+            loader: more arguments of torch's DataLoader, as ``{"num_workers": 2}``.
+            last: whether what is left at the end of an epoch is left out ("drop"), or is a "short"
+                step.
+            shuffle: another order of the samples in each epoch.
+            seed: of that order, and of all random numbers that are drawn in a step.
+            save_every: steps from one checkpoint to the next, or "auto", as for
+                ``ctx.checkpoint.save``; None: neither save nor load.
+            keep: as for ``ctx.checkpoint.save``; by default what the flags say, and two by "auto".
+            threads: of torch on the CPU while the loop runs; other numbers have other bits.
+
+        Raises:
+            ContextError: on all ranks, before the first step: something cannot be trained so; says
+                what to do.
+            CheckpointError: the checkpoint cannot be loaded into the state.
+            SamplerError: the checkpoint is of other data.
+        """
+        from elaunch.training.steps import loop, refusals  # most scripts do without, and torch
+
+        if self._parts is None:
+            raise ContextError("steps() is a call of elaunch.init()'s context")
+        if self._script is None:
+            reports = (self.report_training_metrics, self.report_progress)
+            self._script = loop.Script(*self._parts, *reports)
+        options = refusals.Options(
+            dataset=dataset,
+            batch=batch,
+            collate_fn=collate_fn,
+            loader={} if loader is None else loader,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            until=until,
+            epochs=epochs,
+            last=last,
+            shuffle=shuffle,
+            seed=seed,
+            save_every=save_every,
+            keep=keep,
+            threads=threads,
+        )
+        return loop.Steps(self._script, state, options)
 
     def report_training_metrics(
         self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None
@@ -155,6 +257,8 @@ class TrainContext:
         It waits ``timeout`` seconds at most. Rows that could not be written are counted in a
         warning: that is no reason for a job to fail.
         """
+        if self._script is not None:
+            self._script.close()
         if self._writer is not None:
             self._writer.close(timeout)
 

@@ -34,6 +34,7 @@ from families import (
     recorder,
     recovery,
     start,
+    steps,
     teardown,
 )
 from figures import (
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Callable[[Options], list[Case]]] = {
     "goodput": goodput.cases,
     "api": api.cases,
     "recorder": recorder.cases,
+    "steps": steps.cases,
 }
 NAMES = (TORCHRUN, ELAUNCH)
 WARM_UP_SECONDS = 60.0

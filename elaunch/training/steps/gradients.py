@@ -1,0 +1,283 @@
+"""The gradients of one rank's micro-batches, and their sum over all ranks, in the tree's order.
+
+The gradients of all parameters lie one behind the other in flat buffers, one set of buffers for
+each type and device. ``parameter.grad`` is a part of the buffer into which autograd is to add.
+
+A buffer is divided into buckets of whole parameters, the last parameters first, as their gradients
+are complete first. While the last micro-batch's backward still runs, a bucket whose parameters are
+complete goes through these stages:
+
+=========  =================================================================================
+stage      what is done
+=========  =================================================================================
+sent       each rank has one part of the bucket; the others send it that of their nodes
+summed     it sums them up in the tree's order, divides, and sends its part to all others
+complete   all parts are there: the gradients, in buffer 0
+=========  =================================================================================
+
+Buckets go through them in the same order on all ranks, ``AHEAD`` of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from elaunch.errors import ContextError
+from elaunch.training.steps.group import Group, Message
+from elaunch.training.steps.tree import Node, Share, combine, share
+
+BUCKET_BYTES: Final = 8 << 20
+"""Bytes of a bucket, or a parameter that is larger."""
+AHEAD: Final = 2
+"""Buckets that are sent and not summed yet; what is received for them takes memory."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients are summed together: a range of a flat buffer.
+
+    ``size`` is how many they are, ``waits_for`` how many are without the last leaf's gradient yet.
+    """
+
+    number: int
+    flat: _Flat
+    first: int
+    end: int
+    size: int
+    waits_for: int = 0
+    messages: list[Message] = field(default_factory=list)
+    received: dict[Node, torch.Tensor] = field(default_factory=dict)
+
+    def part(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the range of the buffer that ``rank`` sums up."""
+        length = self.end - self.first
+        return self.first + length * rank // size, self.first + length * (rank + 1) // size
+
+
+class _Flat:
+    """The buffers for the parameters of one type on one device."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.length = sum(one.numel() for one in parameters)
+        self.slots: list[torch.Tensor] = []
+        self.views: list[list[torch.Tensor]] = []
+
+    def provide(self, slots: int) -> None:
+        """Have at least so many buffers."""
+        first = self.parameters[0]
+        while len(self.slots) < slots:
+            flat = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+            self.slots.append(flat)
+            self.views.append(list(self._views(flat)))
+
+    def _views(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
+        at = 0
+        for one in self.parameters:
+            part = flat[at : at + one.numel()]
+            at += one.numel()
+            if one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last):
+                yield part.as_strided(one.shape, one.stride())
+            else:
+                yield part.view(one.shape)
+
+
+class Gradients:
+    """The gradients of one step after the other.
+
+    Args:
+        parameters: all that are trained, each once; the same on all ranks.
+        group: the ranks; None for one alone.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], group: Group | None) -> None:
+        self.parameters = parameters
+        self._group = group
+        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for one in reversed(parameters):
+            kinds.setdefault((one.dtype, one.device), []).append(one)
+        self._flats = [_Flat(some) for some in kinds.values()]
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
+        for flat in self._flats:
+            self._divide(flat)
+        self._hooks = [
+            one.register_post_accumulate_grad_hook(self._on_gradient) for one in parameters
+        ]
+        self._count, self._divisor = 0, 1.0
+        self._share = Share((), (), 1)
+        self._adds = self._is_last = False
+        self._fired: set[torch.Tensor] = set()
+        self._fired_last: set[torch.Tensor] = set()
+        self._sent = self._summed = 0
+
+    def begin(self, count: int, divisor: float) -> Share:
+        """Begin a step of ``count`` leaves, whose sum is divided by ``divisor``."""
+        self._count, self._divisor = count, divisor
+        self._share = share(count, self._rank, self._size)
+        self._fired.clear()
+        self._fired_last.clear()
+        self._sent = self._summed = 0
+        for flat in self._flats:
+            flat.provide(self._share.slots)
+        return self._share
+
+    def add(self, number: int, backward: Callable[[], None]) -> None:
+        """Add the gradients that ``backward`` computes: of this rank's leaf ``number``, from 0."""
+        what = self._share.sums[number]
+        for flat in self._flats:
+            if what.begins:
+                flat.slots[what.slot].zero_()
+            for one, view in zip(flat.parameters, flat.views[what.slot], strict=True):
+                one.grad = view
+        self._adds = True
+        self._is_last = self._group is not None and number == len(self._share.sums) - 1
+        if self._is_last:
+            for bucket in self._buckets:
+                bucket.waits_for = bucket.size
+        try:
+            backward()
+        finally:
+            self._adds = False
+        if not self._is_last:
+            for flat in self._flats:
+                _merge(flat.slots, what.merges, slice(None))
+
+    def unused(self) -> list[int]:
+        """Return the numbers of the parameters that no leaf of this rank has a gradient of."""
+        return [n for n, one in enumerate(self.parameters) if one not in self._fired]
+
+    def finish(self, unused: Iterable[int]) -> None:
+        """Have the mean gradients in ``grad``; ALL ranks call it together.
+
+        ``unused`` are the parameters that no leaf of any rank has a gradient of.
+        """
+        if self._group is None:
+            for flat in self._flats:
+                flat.slots[0].div_(self._divisor)
+        while self._sent < len(self._buckets):
+            self._send()
+        while self._summed < len(self._buckets):
+            self._sum()
+        for bucket in self._buckets:
+            _wait(bucket)
+        left_out = {self.parameters[number] for number in unused}
+        for flat in self._flats:
+            for one, view in zip(flat.parameters, flat.views[0], strict=True):
+                one.grad = None if one in left_out else view
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        for one in self.parameters:
+            one.grad = None
+
+    def _divide(self, flat: _Flat) -> None:
+        """Make the buckets of one set of buffers."""
+        if self._group is None:
+            return
+        most = max(1, BUCKET_BYTES // flat.parameters[0].element_size())
+        first = at = 0
+        inside: list[torch.Tensor] = []
+        for one in flat.parameters:
+            inside.append(one)
+            at += one.numel()
+            if at - first >= most or at == flat.length:
+                bucket = _Bucket(len(self._buckets), flat, first, at, len(inside))
+                self._buckets.append(bucket)
+                self._bucket_of.update(dict.fromkeys(inside, bucket))
+                first, inside = at, []
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Note that autograd has added to ``grad``; called for each parameter of each backward."""
+        if not self._adds:
+            return
+        self._fired.add(parameter)
+        if not self._is_last:
+            return
+        bucket = self._bucket_of[parameter]
+        if bucket.number < self._sent:
+            raise ContextError(
+                "a parameter has got two gradients in one backward(), as by checkpoint(…, "
+                "use_reentrant=True): give use_reentrant=False"
+            )
+        if parameter in self._fired_last:
+            return
+        self._fired_last.add(parameter)
+        bucket.waits_for -= 1
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].waits_for:
+            self._send()
+
+    def _send(self) -> None:
+        """Send the others their parts of the next bucket, and begin to receive this rank's."""
+        assert self._group is not None
+        if self._sent - self._summed >= AHEAD:
+            self._sum()
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        slots = bucket.flat.slots
+        if self._share.sums:
+            _merge(slots, self._share.sums[-1].merges, slice(bucket.first, bucket.end))
+        first, end = bucket.part(self._rank, self._size)
+        tag = 1 + bucket.number * (self._count + 1)
+        for rank in self._group.others:
+            theirs = slice(*bucket.part(rank, self._size))
+            for number, node in enumerate(share(self._count, rank, self._size).nodes):
+                if first < end:
+                    part = torch.empty_like(slots[0][first:end])
+                    bucket.received[node] = part
+                    bucket.messages.append(self._group.receive(part, rank, tag + number))
+            for number in range(len(self._share.nodes)):
+                if theirs.start < theirs.stop:
+                    part = slots[number][theirs]
+                    bucket.messages.append(self._group.send(part, rank, tag + number))
+
+    def _sum(self) -> None:
+        """Sum up this rank's part of the next bucket that is sent, and send it to the others."""
+        assert self._group is not None
+        bucket = self._buckets[self._summed]
+        self._summed += 1
+        _wait(bucket)
+        slots = bucket.flat.slots
+        first, end = bucket.part(self._rank, self._size)
+        if first < end:
+            own = {node: slots[n][first:end] for n, node in enumerate(self._share.nodes)}
+            _sum_into(slots[0][first:end], self._count, {**bucket.received, **own})
+            slots[0][first:end].div_(self._divisor)
+        bucket.received.clear()
+        tag = 1 + bucket.number * (self._count + 1) + self._count
+        for rank in self._group.others:
+            theirs = slice(*bucket.part(rank, self._size))
+            if theirs.start < theirs.stop:
+                bucket.messages.append(self._group.receive(slots[0][theirs], rank, tag))
+            if first < end:
+                bucket.messages.append(self._group.send(slots[0][first:end], rank, tag))
+
+
+def _merge(slots: Sequence[torch.Tensor], merges: Iterable[int], where: slice) -> None:
+    for slot in merges:
+        slots[slot - 1][where] += slots[slot][where]
+
+
+def _sum_into(result: torch.Tensor, count: int, known: dict[Node, torch.Tensor]) -> None:
+    """Sum up the values of all ranks' nodes, which may be overwritten; one may be ``result``."""
+    root = Node(0, count)
+
+    def add(node: Node, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.add(left, right, out=result) if node == root else left.add_(right)
+
+    total = combine(root, known, add)
+    if total.data_ptr() != result.data_ptr():
+        result.copy_(total)
+
+
+def _wait(bucket: _Bucket) -> None:
+    for message in bucket.messages:
+        message.wait()
+    bucket.messages.clear()

@@ -1,0 +1,220 @@
+"""The loop over the steps: ``ctx.train.steps()``.
+
+Between two steps, in this order: the step counts; rank 0 reports its metrics; the state is saved
+where that is due; and the loop ends where it is done, or where the job is to end. The state that is
+saved has, beside what the script gave, where the loop stands.
+
+Loops may follow each other, as for pre-training and fine-tuning: the steps of all count on, in
+checkpoints and metrics. A loop that the newest checkpoint is beyond is over at once, and loads
+nothing: the state of the one that is under way has what is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from elaunch.env import CHECKPOINT_KEEP
+from elaunch.errors import ContextError
+from elaunch.training.distributed import DistributedContext
+from elaunch.training.preempt.preempt import PreemptContext
+from elaunch.training.steps import group, refusals
+from elaunch.training.steps.feed import Feed
+from elaunch.training.steps.gradients import Gradients
+from elaunch.training.steps.group import Group
+from elaunch.training.steps.order import Position, Progress
+from elaunch.training.steps.refusals import Options
+from elaunch.training.steps.step import Step
+
+KEPT: Final = 2
+"""Checkpoints that stay by ``save_every="auto"``, where nothing says how many."""
+
+log = logging.getLogger("elaunch")
+
+
+@dataclass
+class Script:
+    """The parts of a script's context that its loops use.
+
+    ``checkpoint`` returns ``ctx.checkpoint``, which imports this package's users: its type would
+    make a circle.
+    """
+
+    distributed: DistributedContext
+    preempt: PreemptContext
+    checkpoint: Callable[[], Any]
+    report: Callable[[int, Mapping[str, Any]], None]
+    progress: Callable[[float], None]
+    done: int = 0
+    """Steps of the loops before."""
+    is_running: bool = False
+    group: Group | None = None
+    """The ranks' group, once a loop has made it; none for one rank alone."""
+
+    def connect(self, saves: bool) -> None:
+        """Have the ranks' group; ALL ranks call it together."""
+        self.group = self.group or group.connect(self.distributed)
+        if saves and self.group is not None:
+            self.group.provide_default()
+
+    def close(self) -> None:
+        """Let go of the ranks' group."""
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
+
+class Steps:
+    """The steps of a training, one after the other: made by ``ctx.train.steps()``.
+
+    Attributes:
+        done: the number of steps that are applied.
+        epoch: that of the next step.
+        preempted: whether the loop has ended because the job is to end; what the script has after
+            it belongs to a training that goes on later.
+    """
+
+    def __init__(self, script: Script, state: Mapping[str, Any], options: Options) -> None:
+        self.preempted = False
+        self._script = script
+        self._options = options
+        ranks = script.distributed
+        if threading.current_thread() is not threading.main_thread():
+            raise ContextError("steps() is called in a thread: call it in the main thread")
+        if script.is_running:
+            raise ContextError("steps() is called inside of another loop: end that one first")
+        self._trained = refusals.check(ranks, state, options)
+        self._order = options.order()
+        self._progress = Progress(self._order)
+        self._state = {**state, refusals.PROGRESS: self._progress}
+        self._begin, self._end = script.done, self._last_step()
+        self._saved: int | None = None
+        script.connect(saves=options.save_every is not None)
+        self._resume()
+        refusals.check_same(ranks, self._state)
+        leaves = options.global_batch // options.micro_batch
+        if ranks.rank == 0 and leaves < ranks.size:
+            log.warning(
+                "steps(): %d ranks and %d micro-batches in a step: %d ranks compute nothing",
+                *(ranks.size, leaves, ranks.size - leaves),
+            )
+        if self._end is not None:
+            script.done += self._end
+
+    @property
+    def done(self) -> int:
+        """The number of steps that are applied."""
+        return self._progress.position.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step."""
+        return self._order.next(self._progress.position).epoch
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps that are left; ALL ranks go through them together.
+
+        A step blocks in its ``apply()`` until all ranks have come there.
+
+        Raises:
+            ContextError: a step was not applied, or its micro-batches were not all computed.
+            PeerLost: another rank is lost.
+            SaveError: a checkpoint was not committed.
+        """
+        script, options = self._script, self._options
+        if script.is_running:
+            raise ContextError("two loops over steps() at once: end the first one first")
+        trained, ranks = self._trained, script.distributed
+        sources = (options.dataset, options.collate_fn, options.batch)
+        feed = Feed(self._order, (ranks.rank, ranks.size), sources, options.loader)
+        gradients = Gradients(trained.parameters, script.group)
+        threads = torch.get_num_threads()
+        script.is_running = True
+        try:
+            torch.set_num_threads(options.threads)
+            feed.begin(self._progress.position, self._end)
+            while not self._is_done():
+                data = self._order.next(self._progress.position)
+                parts = (self._order, feed, gradients, script.group)
+                step = Step(data, *parts, trained.optimizers)
+                yield step
+                self._count(step, self._order.after(data))
+            self._save_last()
+        finally:
+            script.is_running = False
+            script.done += self.done if self._end is None else 0
+            feed.end()
+            gradients.close()
+            torch.set_num_threads(threads)
+
+    def _last_step(self) -> int | None:
+        if self._options.epochs is None:
+            return self._options.until
+        length, batch = self._order.length, self._order.global_batch
+        steps = length // batch if self._order.drops_last else -(-length // batch)
+        return self._options.epochs * steps
+
+    def _is_done(self) -> bool:
+        if self._end is not None and self.done >= self._end:
+            return True
+        self.preempted = self._script.preempt.should_preempt()
+        return self.preempted
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, if it is one of this loop."""
+        if self._options.save_every is None:
+            return
+        checkpoint, begin, end = self._script.checkpoint(), self._begin, self._end
+        newest = checkpoint.latest()
+        if newest is not None and end is not None and newest.step > begin + end:
+            self._progress.position, self._saved = Position(end), newest.step
+            return
+        if begin and (newest is None or newest.step <= begin):
+            return
+        found = checkpoint.load(self._state)
+        if found is not None and found.step > begin:
+            self._progress.adopt()
+            self._saved = found.step
+        if found is not None and self.done != max(found.step - begin, 0):
+            raise ContextError(
+                f"steps(): checkpoint {found.name} is of step {found.step}, and says that its loop "
+                f"had done {self.done}, after {begin} of loops before: run the same loops again, "
+                "or give another --checkpoint-dir"
+            )
+
+    def _count(self, step: Step, position: Position) -> None:
+        """Have a step count; report and save it."""
+        if not step.is_applied:
+            raise ContextError(
+                f"step {step.number}: its apply() was not called: call step.apply(optimizer) once "
+                "in each step"
+            )
+        self._progress.position = position
+        total, options = self._begin + step.number, self._options
+        if self._script.distributed.rank == 0:
+            self._script.report(total, step.metrics)
+            if self._end:
+                self._script.progress(min(1.0, step.number / self._end))
+        if options.save_every is not None:
+            handle = self._script.checkpoint().save(
+                self._state, total, every=options.save_every, block=False, keep=self._keep()
+            )
+            self._saved = self._saved if handle.skipped else total
+
+    def _save_last(self) -> None:
+        """Save the last step, and wait for it."""
+        total = self._begin + self.done
+        if self._options.save_every is not None and self.done and self._saved != total:
+            self._script.checkpoint().save(self._state, total, keep=self._keep())
+            self._saved = total
+
+    def _keep(self) -> Any:
+        options = self._options
+        chosen = options.keep is not None or os.environ.get(CHECKPOINT_KEEP)
+        return options.keep if chosen or options.save_every != "auto" else KEPT

@@ -1,0 +1,146 @@
+"""``ctx.train.steps`` in real jobs: the same bits in every world and launcher, and after kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import FORK
+from tests.launching import TORCHRUN, Launcher
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(600)]
+
+JOB = Path(__file__).parent / "jobs" / "stepping.py"
+STEPS = 9
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 has printed: the digest, and the loss of each step, by its number."""
+
+    weights: str
+    losses: dict[int, str]
+
+    def is_like(self, other: Result) -> bool:
+        """Return whether the weights are the same, and each loss that both have."""
+        both = self.losses.keys() & other.losses.keys()
+        return self.weights == other.weights and all(
+            self.losses[step] == other.losses[step] for step in both
+        )
+
+
+def result(stdout: str) -> Result:
+    """Read it."""
+    match = re.search(r"^weights (\w+) ", stdout, re.MULTILINE)
+    assert match is not None, stdout
+    found = re.findall(r"^loss (\d+) (.*)$", stdout, re.MULTILINE)
+    return Result(match[1], {int(number): loss for number, loss in found})
+
+
+def train(elaunch: Launcher, size: int, *words: str, flags: tuple[str, ...] = ()) -> Result:
+    """Run it on some ranks under elaunch."""
+    command = ["run", f"--nproc-per-node={size}", *FORK, *flags, JOB, *words]
+    done = elaunch.run(command, env={"OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return result(done.stdout)
+
+
+def test_worlds_of_1_to_6_have_the_same_bits(elaunch: Launcher) -> None:
+    """With dropout, Adam, clipping, bf16, noise in the data, loader workers, and a short step."""
+    alone = train(elaunch, 1, "autocast=bf16")
+    assert len(alone.losses) == STEPS
+    assert train(elaunch, 2, "autocast=bf16", "workers=2") == alone
+    for size in (3, 4, 5, 6):
+        assert train(elaunch, size, "autocast=bf16") == alone
+
+
+def test_torchrun_and_a_script_alone_have_them_too(elaunch: Launcher) -> None:
+    """Whatever the number of threads that the launcher sets."""
+    ours = train(elaunch, 2, "micro=4")
+    alone = elaunch.start_command([sys.executable, JOB, "micro=4"]).wait()
+    assert alone.returncode == 0, alone.stderr
+    assert result(alone.stdout) == ours
+    command = [*TORCHRUN, "--nproc-per-node=3", JOB, "micro=4"]
+    torchrun = elaunch.start_command(command).wait()
+    assert torchrun.returncode == 0, torchrun.stderr
+    assert result(torchrun.stdout) == ours
+
+
+@pytest.mark.parametrize("every", ["2", "auto"])
+def test_a_kill_changes_no_bit(elaunch: Launcher, every: str) -> None:
+    """The next round goes on from the newest checkpoint, in mid-epoch."""
+    until = "until=26" if every == "auto" else "until=9"
+    undisturbed = train(elaunch, 1, until)
+    place = elaunch.directory / "ckpts"
+    flags = ("--max-restarts=1", f"--checkpoint-dir={place}")
+    kill = "kill=24" if every == "auto" else "kill=7"
+    killed = train(elaunch, 3, f"every={every}", kill, until, flags=flags)
+    assert killed.is_like(undisturbed)
+    assert 1 not in killed.losses, "it has begun anew"
+    newest = elaunch.run(["checkpoints", "ls", place]).stdout
+    assert f"step-{int(until[6:]):08d}" in newest
+
+
+def test_it_ends_in_time_and_goes_on_with_another_world(elaunch: Launcher) -> None:
+    """Preempted at a step, saved there; the next start goes on with other ranks."""
+    undisturbed = train(elaunch, 1)
+    place = elaunch.directory / "ckpts"
+    flags = ["--rdzv-id=again", f"--checkpoint-dir={place}", *FORK]
+    command = ["run", "--nproc-per-node=4", *flags, JOB, "every=100", "pause=5"]
+    job = elaunch.start(command, env={"OMP_NUM_THREADS": "1"})
+    job.wait_for_line("^paused")
+    assert elaunch.run(["preempt", "again"]).returncode == 0
+    done = job.wait()
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"^weights \w+ 5 True$", done.stdout, re.MULTILINE)
+    after = train(elaunch, 3, "every=100", flags=tuple(flags))
+    assert after.is_like(undisturbed)
+    assert sorted(after.losses) == [6, 7, 8, 9]
+
+
+def test_metrics_are_in_the_run(elaunch: Launcher) -> None:
+    """Of each step: the loss, and what was logged."""
+    found = train(elaunch, 2, flags=("--rdzv-id=metrics",))
+    shown = elaunch.run(["metrics", "metrics", "--json"]).stdout
+    assert len(re.findall(r'"loss"', shown)) >= STEPS
+    assert '"most"' in shown and len(found.losses) == STEPS
+
+
+def test_the_example_keeps_its_promise(elaunch: Launcher) -> None:
+    """Killed, and gone on with under another number of ranks: the digest of one process alone."""
+    script = Path(__file__).parents[2] / "examples" / "digits_steps.py"
+    alone = elaunch.start_command([sys.executable, script, "--epochs=3"]).wait()
+    assert alone.returncode == 0, alone.stderr
+    digest = alone.stdout.splitlines()[-1]
+    assert digest.startswith("42 steps: ") and "epoch 2: " in alone.stdout
+    command = ["run", "--nproc-per-node=3", "--max-restarts=1", "--rdzv-id=digits", *FORK]
+    command += [f"--checkpoint-dir={elaunch.directory / 'ckpts'}", script, "--epochs=3"]
+    job = elaunch.start([*command, "--save-every=5", "--step-seconds=0.05"])
+    job.wait_for_line("^epoch 0")
+    shown = json.loads(elaunch.run(["status", "digits", "--json"]).stdout)
+    pids = [worker["pid"] for worker in shown["workers"]]
+    os.kill(pids[1], signal.SIGKILL)
+    done = job.wait()
+    assert done.returncode == 0, done.stderr
+    assert "goes on after step" in done.stdout
+    assert done.stdout.splitlines()[-1] == digest
+
+
+def test_the_script_of_the_page_runs(elaunch: Launcher) -> None:
+    """As it stands there, on two ranks."""
+    page = Path(__file__).parents[2] / "docs" / "steps.md"
+    whole = re.search(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert whole is not None
+    script, place = elaunch.directory / "train.py", elaunch.directory / "ckpts"
+    script.write_text(whole[1])
+    flags = ["--nproc-per-node=2", f"--checkpoint-dir={place}", *FORK]
+    done = elaunch.run(["run", *flags, script])
+    assert done.returncode == 0, done.stderr
+    assert "step-00000200.r0" in elaunch.run(["checkpoints", "ls", place]).stdout
