@@ -36,6 +36,7 @@ _WHERE = {
     "SaveError": "elaunch.errors",
     "RunDirError": "elaunch.errors",
     "SamplerError": "elaunch.errors",
+    "NotFiniteError": "elaunch.errors",
     "CollectiveError": "elaunch.errors",
     "CollectiveTimeout": "elaunch.errors",
     "PeerLost": "elaunch.errors",

@@ -7,6 +7,7 @@ from elaunch.errors import CollectiveTimeout as CollectiveTimeout
 from elaunch.errors import ContextError as ContextError
 from elaunch.errors import ElaunchError as ElaunchError
 from elaunch.errors import MetricError as MetricError
+from elaunch.errors import NotFiniteError as NotFiniteError
 from elaunch.errors import PeerLost as PeerLost
 from elaunch.errors import PlacementError as PlacementError
 from elaunch.errors import RunDirError as RunDirError

@@ -26,6 +26,7 @@
         ├── PlacementError      ranks and sizes that contradict each other, or are nowhere given
         ├── MetricError         a metric, a progress or a status that cannot be written
         ├── SamplerError        the data order cannot be followed from here; nothing was read
+        ├── NotFiniteError      a micro-batch has a loss or a gradient that is not finite
         └── CollectiveError     a call of all ranks was not completed; ``missing`` are ranks
             ├── CollectiveTimeout   not all ranks came before the deadline
             └── PeerLost            a rank has ended, or cannot be reached any more
@@ -193,6 +194,10 @@ class MetricError(ScriptError, ValueError):
 
 class SamplerError(ScriptError, ValueError):
     """The order of the data cannot be followed: other data, another seed, a miscounted step."""
+
+
+class NotFiniteError(ScriptError, ArithmeticError):
+    """A micro-batch has a loss or gradients that are not finite; no weight has changed."""
 
 
 class CollectiveError(ScriptError, RuntimeError):

@@ -301,6 +301,7 @@ class Context:
             self.close()
             return
         self._error = error
+        self.train.note_step(error)
         _beside(error, self.close)
 
     def _watch_for_the_end(self) -> None:
@@ -314,6 +315,7 @@ class Context:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._error = error
+        self.train.note_step(error)
         recorder.leave(error)
         self._shown(kind, error, traceback)
 

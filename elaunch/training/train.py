@@ -95,6 +95,7 @@ class TrainContext:
         seed: int = 0,
         save_every: int | str | None = "auto",
         keep: Keep | int | None = None,
+        on_bad_batch: str = "raise",
         threads: int = 1,
     ) -> Steps:
         """Return the steps of a training whose numbers do not depend on how many ranks compute it.
@@ -129,6 +130,8 @@ class TrainContext:
             save_every: steps from one checkpoint to the next, or "auto", as for
                 ``ctx.checkpoint.save``; None: neither save nor load.
             keep: as for ``ctx.checkpoint.save``; by default what the flags say, and two by "auto".
+            on_bad_batch: whether a micro-batch whose loss or gradients are not finite is an error
+                ("raise"), or is left out on all ranks ("skip"), in ten steps in a row at most.
             threads: of torch on the CPU while the loop runs; other numbers have other bits.
 
         Raises:
@@ -158,9 +161,15 @@ class TrainContext:
             seed=seed,
             save_every=save_every,
             keep=keep,
+            on_bad_batch=on_bad_batch,
             threads=threads,
         )
         return loop.Steps(self._script, state, options)
+
+    def note_step(self, error: BaseException) -> None:
+        """Add to an error of the script's in which micro-batch it was raised; the context does."""
+        if self._script is not None:
+            self._script.note(error)
 
     def report_training_metrics(
         self, steps_completed: int, metrics: Mapping[str, Any], chief_only: bool | None = None

@@ -67,6 +67,7 @@ def test_torchrun_and_a_script_alone_have_them_too(elaunch: Launcher) -> None:
     alone = elaunch.start_command([sys.executable, JOB, "micro=4"]).wait()
     assert alone.returncode == 0, alone.stderr
     assert result(alone.stdout) == ours
+    assert train(elaunch, 5, "micro=4") == ours, "two of five ranks compute nothing"
     command = [*TORCHRUN, "--nproc-per-node=3", JOB, "micro=4"]
     torchrun = elaunch.start_command(command).wait()
     assert torchrun.returncode == 0, torchrun.stderr
@@ -103,6 +104,83 @@ def test_it_ends_in_time_and_goes_on_with_another_world(elaunch: Launcher) -> No
     after = train(elaunch, 3, "every=100", flags=tuple(flags))
     assert after.is_like(undisturbed)
     assert sorted(after.losses) == [6, 7, 8, 9]
+
+
+def test_loops_that_follow_each_other_go_on(elaunch: Launcher) -> None:
+    """Killed in the second, whose optimizer is another: it goes on there."""
+    script = elaunch.directory / "loops.py"
+    script.write_text(LOOPS)
+
+    def run(name: str, *words: str) -> tuple[str, list[str]]:
+        flags = ["--nproc-per-node=2", "--max-restarts=1", *FORK]
+        flags.append(f"--checkpoint-dir={elaunch.directory / name}")
+        done = elaunch.run(["run", *flags, script, *words], env={"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1], done.stdout.splitlines()
+
+    undisturbed, _ = run("undisturbed")
+    found, lines = run("killed", "5")
+    assert found == undisturbed
+    assert "round 1: 4 and 0 steps, then 2" in lines
+    ls = elaunch.run(["checkpoints", "ls", elaunch.directory / "killed"]).stdout
+    assert "step-00000008" in ls
+
+
+LOOPS = """
+import hashlib, os, signal, sys
+import torch
+import elaunch
+
+with elaunch.init(announce=False) as ctx:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    first = torch.optim.Adam(model.parameters(), lr=0.1)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for optimizer in (first, second):
+        state = {"model": model, "optimizer": optimizer}
+        loop = ctx.train.steps(
+            state, batch=lambda step, leaf: torch.rand(2, 4), global_batch=4, micro_batch=2,
+            until=4, save_every=1, keep=3,
+        )
+        done = 0
+        seen.append(loop.done)
+        for step in loop:
+            for x in step.micro_batches():
+                step.backward(model(x).square().mean())
+            step.apply(optimizer)
+            done += 1
+            if sys.argv[1:] and optimizer is second and step.number == 3 and not ctx.info.round:
+                if ctx.distributed.rank == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(done)
+    if ctx.distributed.rank == 0:
+        print(f"round {ctx.info.round}: {seen[0]} and {seen[1]} steps, then {seen[3]}")
+        print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
+"""
+
+
+def test_a_bad_micro_batch_is_left_out_by_all_alike(elaunch: Launcher) -> None:
+    """The same bits on one rank and on three, of which one alone has seen it."""
+    words = ("bad=4.7", "on_bad=skip")
+    assert train(elaunch, 1, *words) == train(elaunch, 3, *words)
+    command = ["run", "--nproc-per-node=3", *FORK, JOB, "bad=4.7"]
+    done = elaunch.run(command, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1
+    assert (
+        "NotFiniteError: step 4: not finite: the loss or gradients of micro-batch 7 (samples "
+        in (done.stderr)
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before, exceptions have no notes")
+def test_an_error_in_a_micro_batch_has_its_number(elaunch: Launcher) -> None:
+    """And the samples, in the traceback and in the report."""
+    done = elaunch.run(["run", "--nproc-per-node=2", "--rdzv-id=it", *FORK, JOB, "raise=4.7"])
+    assert done.returncode == 1
+    note = r"ValueError: these samples\n *elaunch: in micro-batch 7 of step 4 \(samples \d+\)\n"
+    assert re.search(note, done.stderr)
+    assert "ValueError: these samples" in elaunch.run(["why", "it"]).stdout.splitlines()[0]
 
 
 def test_metrics_are_in_the_run(elaunch: Launcher) -> None:

@@ -6,7 +6,7 @@ ahead over the ends of steps and epochs. Without a dataset a function of the scr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -73,17 +73,20 @@ class Feed:
         self._dataset, self._collate, self._batch = source
         self._loader = loader
         self._batches: Iterator[Any] = iter(())
+        self._leaves: _Leaves | None = None
+        if self._dataset is not None:
+            self._leaves = _Leaves(self._dataset, self._collate, order.seed)
 
-    def begin(self, position: Position, until: int | None) -> None:
-        """Begin to fetch at a position, up to the end of step ``until``."""
-        wanted = self._wanted(position, until)
-        if self._dataset is None:
-            self._batches = (self._call(one) for one in wanted)
+    def begin(self, position: Position, is_over: Callable[[Position], bool]) -> None:
+        """Begin to fetch at a position, up to one where the loop is over."""
+        wanted = self._wanted(position, is_over)
+        if self._leaves is None:
+            self._batches = map(self._fetch, wanted)
             return
         arguments: dict[str, Any] = {"persistent_workers": False, **self._loader}
         self._batches = iter(
             DataLoader(
-                _Leaves(self._dataset, self._collate, self._order.seed),
+                self._leaves,
                 batch_size=None,
                 sampler=_Once(wanted),
                 collate_fn=_as_it_is,
@@ -95,27 +98,32 @@ class Feed:
         """Return the next batch; whatever the script's dataset raises is raised here."""
         return next(self._batches)
 
+    def again(self, step: StepData, leaf: int) -> Any:
+        """Return a batch that was given out before, with the same random numbers."""
+        return self._fetch(next(self._of_step(step, range(leaf, leaf + 1))))
+
     def end(self) -> None:
         """End the loader's workers."""
         self._batches = iter(())
 
-    def _call(self, wanted: Wanted) -> Any:
+    def _fetch(self, wanted: Wanted) -> Any:
+        if self._leaves is not None:
+            return self._leaves[wanted]
         assert self._batch is not None
         seed_all(self._order.seed, "data", wanted.step, wanted.leaf)
         return self._batch(wanted.step, wanted.leaf)
 
-    def _wanted(self, position: Position, until: int | None) -> Iterator[Wanted]:
-        while until is None or position.step < until:
+    def _wanted(self, position: Position, is_over: Callable[[Position], bool]) -> Iterator[Wanted]:
+        while not is_over(position):
             step = self._order.next(position)
-            yield from self._of_step(step)
+            yield from self._of_step(step, leaves_of(step.leaves, self._rank, self._size))
             position = self._order.after(step)
 
-    def _of_step(self, step: StepData) -> Iterator[Wanted]:
-        leaves = leaves_of(step.leaves, self._rank, self._size)
-        indices: Iterable[list[int]] = ([] for _ in leaves)
-        if self._dataset is not None:
-            indices = self._order.indices(step, leaves)
-        for leaf, samples in zip(leaves, indices, strict=True):
+    def _of_step(self, step: StepData, leaves: range) -> Iterator[Wanted]:
+        if self._dataset is None:
+            yield from (Wanted(step.number, leaf, []) for leaf in leaves)
+            return
+        for leaf, samples in zip(leaves, self._order.indices(step, leaves), strict=True):
             yield Wanted(step.number, leaf, samples)
 
 

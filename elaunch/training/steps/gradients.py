@@ -1,7 +1,9 @@
 """The gradients of one rank's micro-batches, and their sum over all ranks, in the tree's order.
 
 The gradients of all parameters lie one behind the other in flat buffers, one set of buffers for
-each type and device. ``parameter.grad`` is a part of the buffer into which autograd is to add.
+each type and device. ``parameter.grad`` is a part of the buffer into which autograd is to add. At
+the first leaf of a sum autograd gives a tensor of its own, which is copied there: that is quicker
+than to add it to zeros.
 
 A buffer is divided into buckets of whole parameters, the last parameters first, as their gradients
 are complete first. While the last micro-batch's backward still runs, a bucket whose parameters are
@@ -20,7 +22,7 @@ Buckets go through them in the same order on all ranks, ``AHEAD`` of them at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -65,25 +67,19 @@ class _Flat:
         self.parameters = parameters
         self.length = sum(one.numel() for one in parameters)
         self.slots: list[torch.Tensor] = []
-        self.views: list[list[torch.Tensor]] = []
 
-    def provide(self, slots: int) -> None:
-        """Have at least so many buffers."""
-        first = self.parameters[0]
-        while len(self.slots) < slots:
-            flat = torch.zeros(self.length, dtype=first.dtype, device=first.device)
-            self.slots.append(flat)
-            self.views.append(list(self._views(flat)))
-
-    def _views(self, flat: torch.Tensor) -> Iterable[torch.Tensor]:
-        at = 0
+    def add_slot(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Make another buffer; yield each parameter with its part of it."""
+        first, at = self.parameters[0], 0
+        flat = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        self.slots.append(flat)
         for one in self.parameters:
             part = flat[at : at + one.numel()]
             at += one.numel()
             if one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last):
-                yield part.as_strided(one.shape, one.stride())
+                yield one, part.as_strided(one.shape, one.stride())
             else:
-                yield part.view(one.shape)
+                yield one, part.view(one.shape)
 
 
 class Gradients:
@@ -111,30 +107,39 @@ class Gradients:
         ]
         self._count, self._divisor = 0, 1.0
         self._share = Share((), (), 1)
+        self._views: list[dict[torch.Tensor, torch.Tensor]] = []
+        """For each buffer: of each parameter its part."""
+        self._begun: dict[torch.Tensor, torch.Tensor] = {}
+        """Parts that wait for the first gradients of their sum: those of the leaf under way."""
         self._adds = self._is_last = False
+        self._is_early = True
         self._fired: set[torch.Tensor] = set()
-        self._fired_last: set[torch.Tensor] = set()
+        self._fired_now: set[torch.Tensor] = set()
         self._sent = self._summed = 0
+        self._is_finite = True
 
-    def begin(self, count: int, divisor: float) -> Share:
-        """Begin a step of ``count`` leaves, whose sum is divided by ``divisor``."""
-        self._count, self._divisor = count, divisor
+    def begin(self, count: int, divisor: float, *, early: bool = True) -> Share:
+        """Begin a step of ``count`` leaves, whose sum is divided by ``divisor``.
+
+        ``early``: begin with the sums of all ranks while the last leaf is computed.
+        """
+        self._count, self._divisor, self._is_early = count, divisor, early
         self._share = share(count, self._rank, self._size)
         self._fired.clear()
-        self._fired_last.clear()
         self._sent = self._summed = 0
-        for flat in self._flats:
-            flat.provide(self._share.slots)
+        self._is_finite = True
+        while len(self._views) < self._share.slots:
+            self._views.append(dict(pair for flat in self._flats for pair in flat.add_slot()))
         return self._share
 
     def add(self, number: int, backward: Callable[[], None]) -> None:
         """Add the gradients that ``backward`` computes: of this rank's leaf ``number``, from 0."""
         what = self._share.sums[number]
-        for flat in self._flats:
-            if what.begins:
-                flat.slots[what.slot].zero_()
-            for one, view in zip(flat.parameters, flat.views[what.slot], strict=True):
-                one.grad = view
+        views = self._views[what.slot]
+        for one, view in views.items():
+            one.grad = None if what.begins else view
+        self._begun = dict(views) if what.begins else {}
+        self._fired_now.clear()
         self._adds = True
         self._is_last = self._group is not None and number == len(self._share.sums) - 1
         if self._is_last:
@@ -144,32 +149,43 @@ class Gradients:
             backward()
         finally:
             self._adds = False
+        for view in self._begun.values():
+            view.fill_(-0.0)  # added to x, it is x in all bits, as 0.0 is not
         if not self._is_last:
             for flat in self._flats:
                 _merge(flat.slots, what.merges, slice(None))
+
+    def holds_finite(self, number: int) -> bool:
+        """Return whether the buffer is finite to which this rank's leaf ``number`` was added."""
+        slot = self._share.sums[number].slot
+        return all(_are_finite(flat.slots[slot]) for flat in self._flats)
 
     def unused(self) -> list[int]:
         """Return the numbers of the parameters that no leaf of this rank has a gradient of."""
         return [n for n, one in enumerate(self.parameters) if one not in self._fired]
 
-    def finish(self, unused: Iterable[int]) -> None:
-        """Have the mean gradients in ``grad``; ALL ranks call it together.
+    def sum_up(self) -> bool:
+        """Sum up the gradients of all ranks; return whether what this rank has summed is finite.
 
-        ``unused`` are the parameters that no leaf of any rank has a gradient of.
+        ALL ranks call it together.
         """
         if self._group is None:
             for flat in self._flats:
                 flat.slots[0].div_(self._divisor)
+                self._is_finite &= _are_finite(flat.slots[0])
         while self._sent < len(self._buckets):
             self._send()
         while self._summed < len(self._buckets):
             self._sum()
         for bucket in self._buckets:
             _wait(bucket)
+        return self._is_finite
+
+    def assign(self, unused: Iterable[int]) -> None:
+        """Have the mean gradients in ``grad``, of all parameters but those of ``unused``."""
         left_out = {self.parameters[number] for number in unused}
-        for flat in self._flats:
-            for one, view in zip(flat.parameters, flat.views[0], strict=True):
-                one.grad = None if one in left_out else view
+        for one, view in self._views[0].items():
+            one.grad = None if one in left_out else view
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -198,8 +214,13 @@ class Gradients:
         """Note that autograd has added to ``grad``; called for each parameter of each backward."""
         if not self._adds:
             return
+        if (view := self._begun.pop(parameter, None)) is not None:
+            view.copy_(parameter.grad.to_dense())
+            parameter.grad = view
+        is_first = parameter not in self._fired_now
+        self._fired_now.add(parameter)
         self._fired.add(parameter)
-        if not self._is_last:
+        if not self._is_last or not self._is_early:
             return
         bucket = self._bucket_of[parameter]
         if bucket.number < self._sent:
@@ -207,10 +228,7 @@ class Gradients:
                 "a parameter has got two gradients in one backward(), as by checkpoint(…, "
                 "use_reentrant=True): give use_reentrant=False"
             )
-        if parameter in self._fired_last:
-            return
-        self._fired_last.add(parameter)
-        bucket.waits_for -= 1
+        bucket.waits_for -= is_first
         while self._sent < len(self._buckets) and not self._buckets[self._sent].waits_for:
             self._send()
 
@@ -250,6 +268,7 @@ class Gradients:
             own = {node: slots[n][first:end] for n, node in enumerate(self._share.nodes)}
             _sum_into(slots[0][first:end], self._count, {**bucket.received, **own})
             slots[0][first:end].div_(self._divisor)
+            self._is_finite &= _are_finite(slots[0][first:end])
         bucket.received.clear()
         tag = 1 + bucket.number * (self._count + 1) + self._count
         for rank in self._group.others:
@@ -258,6 +277,11 @@ class Gradients:
                 bucket.messages.append(self._group.receive(slots[0][theirs], rank, tag))
             if first < end:
                 bucket.messages.append(self._group.send(slots[0][first:end], rank, tag))
+
+
+def _are_finite(values: torch.Tensor) -> bool:
+    low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    return bool(low.isfinite() & high.isfinite())
 
 
 def _merge(slots: Sequence[torch.Tensor], merges: Iterable[int], where: slice) -> None:

@@ -5,8 +5,8 @@ where that is due; and the loop ends where it is done, or where the job is to en
 saved has, beside what the script gave, where the loop stands.
 
 Loops may follow each other, as for pre-training and fine-tuning: the steps of all count on, in
-checkpoints and metrics. A loop that the newest checkpoint is beyond is over at once, and loads
-nothing: the state of the one that is under way has what is needed.
+checkpoints and metrics. The metadata of a checkpoint says which of them it is of. Those before are
+over at once, and load nothing: the state of the one that is under way has what is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from elaunch.env import CHECKPOINT_KEEP
-from elaunch.errors import ContextError
+from elaunch.errors import ContextError, ElaunchError
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.steps import group, refusals
@@ -34,6 +34,10 @@ from elaunch.training.steps.step import Step
 
 KEPT: Final = 2
 """Checkpoints that stay by ``save_every="auto"``, where nothing says how many."""
+LOOP: Final = "steps_loop"
+"""The name in a checkpoint's metadata of the loop's number."""
+MOST_SKIPPING: Final = 10
+"""Steps in a row that may leave out micro-batches: after them it is not the data."""
 
 log = logging.getLogger("elaunch")
 
@@ -51,17 +55,27 @@ class Script:
     checkpoint: Callable[[], Any]
     report: Callable[[int, Mapping[str, Any]], None]
     progress: Callable[[float], None]
+    loops: int = 0
+    """How many loops were made."""
     done: int = 0
-    """Steps of the loops before."""
+    """Steps of all of them."""
     is_running: bool = False
     group: Group | None = None
     """The ranks' group, once a loop has made it; none for one rank alone."""
+    step: Step | None = None
+    """The step that has begun and does not count yet."""
 
     def connect(self, saves: bool) -> None:
         """Have the ranks' group; ALL ranks call it together."""
         self.group = self.group or group.connect(self.distributed)
         if saves and self.group is not None:
             self.group.provide_default()
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error of the script's in which micro-batch it was raised, if in one."""
+        what = "" if self.step is None or isinstance(error, ElaunchError) else self.step.under_way()
+        if what and (add := getattr(error, "add_note", None)) is not None:  # Python 3.11
+            add(f"elaunch: in {what}")
 
     def close(self) -> None:
         """Let go of the ranks' group."""
@@ -74,8 +88,6 @@ class Steps:
     """The steps of a training, one after the other: made by ``ctx.train.steps()``.
 
     Attributes:
-        done: the number of steps that are applied.
-        epoch: that of the next step.
         preempted: whether the loop has ended because the job is to end; what the script has after
             it belongs to a training that goes on later.
     """
@@ -91,21 +103,24 @@ class Steps:
             raise ContextError("steps() is called inside of another loop: end that one first")
         self._trained = refusals.check(ranks, state, options)
         self._order = options.order()
-        self._progress = Progress(self._order)
+        self._progress = Progress(self._order, script.loops)
+        script.loops += 1
         self._state = {**state, refusals.PROGRESS: self._progress}
-        self._begin, self._end = script.done, self._last_step()
+        self._end = self._last_step()
         self._saved: int | None = None
+        self._is_past = False
+        self._skipping = 0
         script.connect(saves=options.save_every is not None)
-        self._resume()
-        refusals.check_same(ranks, self._state)
+        if not self._resume():
+            self._progress.before = script.done
+            refusals.check_same(ranks, self._state)
+        script.done = self._total()
         leaves = options.global_batch // options.micro_batch
         if ranks.rank == 0 and leaves < ranks.size:
             log.warning(
                 "steps(): %d ranks and %d micro-batches in a step: %d ranks compute nothing",
                 *(ranks.size, leaves, ranks.size - leaves),
             )
-        if self._end is not None:
-            script.done += self._end
 
     @property
     def done(self) -> int:
@@ -120,10 +135,11 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps that are left; ALL ranks go through them together.
 
-        A step blocks in its ``apply()`` until all ranks have come there.
+        A step blocks at the end of its micro-batches until all ranks have come there.
 
         Raises:
             ContextError: a step was not applied, or its micro-batches were not all computed.
+            NotFiniteError: a loss or a gradient is not finite.
             PeerLost: another rank is lost.
             SaveError: a checkpoint was not committed.
         """
@@ -138,17 +154,18 @@ class Steps:
         script.is_running = True
         try:
             torch.set_num_threads(options.threads)
-            feed.begin(self._progress.position, self._end)
+            feed.begin(self._progress.position, self._is_over)
             while not self._is_done():
                 data = self._order.next(self._progress.position)
                 parts = (self._order, feed, gradients, script.group)
-                step = Step(data, *parts, trained.optimizers)
+                skips = options.on_bad_batch == "skip" and self._skipping < MOST_SKIPPING
+                script.step = step = Step(data, *parts, trained.optimizers, skips)
                 yield step
                 self._count(step, self._order.after(data))
+                script.step = None
             self._save_last()
         finally:
             script.is_running = False
-            script.done += self.done if self._end is None else 0
             feed.end()
             gradients.close()
             torch.set_num_threads(threads)
@@ -160,33 +177,41 @@ class Steps:
         steps = length // batch if self._order.drops_last else -(-length // batch)
         return self._options.epochs * steps
 
+    def _total(self) -> int:
+        """Return how many steps are done, those of the loops before included."""
+        return self._progress.before + self.done
+
+    def _is_over(self, position: Position) -> bool:
+        if self._is_past:
+            return True
+        if self._options.epochs is not None:  # a loop may go on with another global_batch
+            return position.epoch >= self._options.epochs
+        return self._end is not None and position.step >= self._end
+
     def _is_done(self) -> bool:
-        if self._end is not None and self.done >= self._end:
+        if self._is_over(self._progress.position):
             return True
         self.preempted = self._script.preempt.should_preempt()
         return self.preempted
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint, if it is one of this loop."""
+    def _resume(self) -> bool:
+        """Go on from the newest checkpoint, if it is one of this loop; return whether it began."""
         if self._options.save_every is None:
-            return
-        checkpoint, begin, end = self._script.checkpoint(), self._begin, self._end
+            return False
+        checkpoint, progress = self._script.checkpoint(), self._progress
         newest = checkpoint.latest()
-        if newest is not None and end is not None and newest.step > begin + end:
-            self._progress.position, self._saved = Position(end), newest.step
-            return
-        if begin and (newest is None or newest.step <= begin):
-            return
+        loop = 0 if newest is None else newest.metadata.get(LOOP, 0)
+        if loop > progress.loop:
+            progress.position, self._is_past = Position(self._end or 0), True
+            return True
+        if loop < progress.loop:
+            return False
         found = checkpoint.load(self._state)
-        if found is not None and found.step > begin:
-            self._progress.adopt()
-            self._saved = found.step
-        if found is not None and self.done != max(found.step - begin, 0):
-            raise ContextError(
-                f"steps(): checkpoint {found.name} is of step {found.step}, and says that its loop "
-                f"had done {self.done}, after {begin} of loops before: run the same loops again, "
-                "or give another --checkpoint-dir"
-            )
+        if found is None or not found.step:  # it begins, maybe from another run's weights
+            return False
+        progress.adopt()
+        self._saved = found.step
+        return True
 
     def _count(self, step: Step, position: Position) -> None:
         """Have a step count; report and save it."""
@@ -196,25 +221,29 @@ class Steps:
                 "in each step"
             )
         self._progress.position = position
-        total, options = self._begin + step.number, self._options
+        self._skipping = self._skipping + 1 if step.skipped else 0
+        total = self._script.done = self._total()
+        options = self._options
         if self._script.distributed.rank == 0:
             self._script.report(total, step.metrics)
             if self._end:
                 self._script.progress(min(1.0, step.number / self._end))
         if options.save_every is not None:
             handle = self._script.checkpoint().save(
-                self._state, total, every=options.save_every, block=False, keep=self._keep()
+                self._state, total, every=options.save_every, block=False, **self._how()
             )
             self._saved = self._saved if handle.skipped else total
 
     def _save_last(self) -> None:
         """Save the last step, and wait for it."""
-        total = self._begin + self.done
+        total = self._total()
         if self._options.save_every is not None and self.done and self._saved != total:
-            self._script.checkpoint().save(self._state, total, keep=self._keep())
+            self._script.checkpoint().save(self._state, total, block=True, **self._how())
             self._saved = total
 
-    def _keep(self) -> Any:
-        options = self._options
-        chosen = options.keep is not None or os.environ.get(CHECKPOINT_KEEP)
-        return options.keep if chosen or options.save_every != "auto" else KEPT
+    def _how(self) -> dict[str, Any]:
+        """Return what goes with each save."""
+        keep, every = self._options.keep, self._options.save_every
+        if keep is None and every == "auto" and not os.environ.get(CHECKPOINT_KEEP):
+            keep = KEPT
+        return {"keep": keep, "metadata": {LOOP: self._progress.loop}}

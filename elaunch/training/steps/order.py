@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from elaunch.errors import SamplerError
+from elaunch.errors import ContextError, SamplerError
 from elaunch.training.sampler import ORDER_VERSION, Permutation
 
 
@@ -116,8 +116,12 @@ class Order:
 class Progress:
     """Where the loop stands, as an object of the state that is saved and loaded."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, loop: int = 0) -> None:
         self.position = Position()
+        self.loop = loop
+        """The number of the loop among those of the script, from 0."""
+        self.before = 0
+        """Steps of the loops before."""
         self.loaded: dict[str, Any] = {}
         """What a load has found; it counts once it is adopted."""
         self._same = {
@@ -129,15 +133,25 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as numbers."""
-        return {**self._same, **asdict(self.position)}
+        place = {"loop": self.loop, "before": self.before}
+        return {**self._same, **place, **asdict(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what a load has found."""
         self.loaded = dict(state)
 
     def adopt(self) -> None:
-        """Go on from what was loaded; SamplerError if it is of other data, or in another order."""
+        """Go on from what was loaded.
+
+        Raises SamplerError if it is of other data or in another order, ContextError if it is of
+        another loop.
+        """
         state = self.loaded
+        if state["loop"] != self.loop:
+            raise ContextError(
+                f"steps(): the checkpoint is of loop {state['loop']} of its script, and this is "
+                f"loop {self.loop}: run the same loops again, or give another --checkpoint-dir"
+            )
         if other := [name for name in self._same if state[name] != self._same[name]]:
             wanted = ", ".join(f"{name} {state[name]} (here {self._same[name]})" for name in other)
             raise SamplerError(
@@ -145,6 +159,7 @@ class Progress:
                 "and arguments, or another --checkpoint-dir"
             )
         self.position = Position(state["step"], state["epoch"], state["offset"])
+        self.before = state["before"]
 
 
 def seed_all(seed: int, kind: str, *numbers: int) -> None:

@@ -47,6 +47,7 @@ class Options:
     seed: int
     save_every: int | str | None
     keep: Any
+    on_bad_batch: str
     threads: int
 
     def order(self) -> Order:
@@ -127,7 +128,8 @@ def check_same(distributed: DistributedContext, state: Mapping[str, Any]) -> Non
 
 def _facts(trained: Trained, options: Options) -> dict[str, str]:
     """Return what must be the same on all ranks, in words."""
-    names = "global_batch micro_batch until epochs last shuffle seed save_every threads".split()
+    names = "global_batch micro_batch until epochs last shuffle seed save_every".split()
+    names += ["on_bad_batch", "threads"]
     shapes = [(tuple(one.shape), str(one.dtype)) for one in trained.parameters]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     return {
@@ -161,6 +163,8 @@ def _of_arguments(options: Options) -> Iterator[str]:
         yield f"seed={options.seed!r}: give a whole number"
     if options.last not in ("drop", "short"):
         yield f'last={options.last!r}: give "drop" or "short"'
+    if options.on_bad_batch not in ("raise", "skip"):
+        yield f'on_bad_batch={options.on_bad_batch!r}: give "raise" or "skip"'
     every = options.save_every
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if every is not None and every != "auto" and not is_number:

@@ -4,34 +4,45 @@
 a step is          when
 =================  =========================================================================
 begun              the loop has yielded it
-computed           each batch of ``micro_batches()`` was given to ``backward()``
-applied            ``apply()`` has returned: the loss of all ranks is known, the weights are new
+summed             ``micro_batches()`` is through: each of its batches was given to
+                   ``backward()``, and the gradients and losses of all ranks are summed up
+applied            ``apply()`` has returned: the weights are new
 =================  =========================================================================
+
+Before it is through, ``micro_batches()`` looks at what was summed. If a loss is not finite, or a
+gradient, no weight has changed yet: it gives out the batches again, so as to find the micro-batch,
+and then, where that is to be skipped, once more without it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from elaunch.errors import ContextError
+from elaunch import text
+from elaunch.errors import ContextError, NotFiniteError
 from elaunch.training.steps.feed import Feed
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Order, StepData, seed_all
-from elaunch.training.steps.tree import Node, combine
+from elaunch.training.steps.tree import Node, Share, combine, leaves_of
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
 LOSS: Final = "loss"
+NAMED: Final = 8
+"""Samples of a micro-batch that an error names."""
 _Logged = dict[str, list[float | None]]
+
+log = logging.getLogger("elaunch")
 
 
 class Step:
@@ -42,7 +53,10 @@ class Step:
         epoch: of its samples, from 0.
         is_last_of_epoch: whether the next step belongs to another epoch.
         leaf: the micro-batch that is computed, from 0 among those of all ranks; None between them.
-        loss: the mean of what all micro-batches gave to backward(); known after apply().
+        loss: the mean of what all micro-batches gave to backward(); known after the last one.
+        metrics: what rank 0 reports: the mean of each value that was logged in micro-batches, the
+            loss among them, and what was logged outside.
+        skipped: the micro-batches that are left out, since they are not finite.
         grad_norm: of all gradients before they were clipped; known after ``apply(clip=…)``.
     """
 
@@ -54,6 +68,7 @@ class Step:
         gradients: Gradients,
         group: Group | None,
         optimizers: Sequence[Optimizer],
+        skips: bool = False,
     ) -> None:
         self.number, self.epoch, self.is_last_of_epoch = data.number, data.epoch, data.is_last
         self.leaf: int | None = None
@@ -61,27 +76,56 @@ class Step:
         self.grad_norm = math.nan
         self.is_applied = False
         self.metrics: dict[str, Any] = {}
-        """Mean over the micro-batches of what was logged in them; and what was logged outside."""
+        self.skipped: set[int] = set()
         self._data, self._order, self._feed = data, order, feed
         self._gradients, self._group, self._optimizers = gradients, group, optimizers
-        self._share = gradients.begin(data.leaves, data.size / order.micro_batch)
+        self._skips = skips
+        places = (order.places(data, leaf) for leaf in range(data.leaves))
+        self._weights = [len(place) / order.micro_batch for place in places]
+        self._share = Share((), (), 1)
         self._given = self._computed = 0
-        self._begun = False
+        self._begun = self._is_summed = self._checks = self._is_scaled = False
+        self._not_finite: list[int] = []
         self._logged: dict[str, list[Any]] = {}
         seed_all(order.seed, "step", data.number)
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield this rank's batches of the step; each is for one :meth:`backward`.
 
-        A rank may have fewer than another, or none where there are more ranks than micro-batches.
+        ALL ranks go through them together. A rank may have fewer than another, or none where there
+        are more ranks than micro-batches. Behind the last one it blocks until all ranks have come.
+
+        Raises:
+            NotFiniteError: on all ranks: a micro-batch has a loss or a gradient that is not finite,
+                and is not to be skipped. No weight has changed.
         """
         if self._begun:
             raise self._error("micro_batches() is called twice: one loop takes all of them")
         self._begun = True
+        yield from self._leaves(self._feed.next)
+        while not self._sum_up():
+            leaves = iter([one.leaf for one in self._share.sums if one.leaf not in self.skipped])
+            yield from self._leaves(lambda rest=leaves: self._feed.again(self._data, next(rest)))
+        self._is_summed = True
+        seed_all(self._order.seed, "step", self.number)
+
+    def _leaves(self, fetch: Callable[[], Any]) -> Iterator[Any]:
+        weights = enumerate(self._weights)
+        divisor = sum(one for leaf, one in weights if leaf not in self.skipped)
+        # What others have added to a buffer is not to be taken for this rank's.
+        early = not self._checks
+        self._share = self._gradients.begin(self._data.leaves, divisor, early=early)
+        self._given = self._computed = 0
+        self._logged.clear()
+        self._not_finite.clear()
         for number, what in enumerate(self._share.sums):
-            batch = self._feed.next()
+            self._given = number + 1
+            if what.leaf in self.skipped:
+                self._add(lambda: None)
+                continue
+            batch = fetch()
             seed_all(self._order.seed, "leaf", self.number, what.leaf)
-            self.leaf, self._given = what.leaf, number + 1
+            self.leaf = what.leaf
             yield batch
             self.leaf = None
             if self._computed != self._given:
@@ -89,7 +133,6 @@ class Step:
                     f"micro-batch {what.leaf} was given out and got no backward(): call "
                     "step.backward(loss) once for each"
                 )
-        seed_all(self._order.seed, "step", self.number)
 
     def backward(self, loss: Tensor, scaler: GradScaler | None = None) -> None:
         """Compute the gradients of one micro-batch, in the place of ``loss.backward()``.
@@ -107,18 +150,18 @@ class Step:
             )
         self._log(LOSS, loss.detach())
         # A shorter micro-batch counts by its samples.
-        weight = self._weights()[self.leaf]
+        weight = self._weights[self.leaf]
         weighted = loss if weight == 1.0 else loss * weight
         scaled = weighted if scaler is None else scaler.scale(weighted)
-        self._gradients.add(self._computed, scaled.backward)
-        self._computed += 1
+        self._is_scaled |= scaler is not None
+        self._add(scaled.backward)
 
     def log(self, **values: Any) -> None:
         """Report values with this step; rank 0 writes them, as metrics of group ``training``.
 
         Inside of the loop over the micro-batches a value is one of its micro-batch: a number, or a
         tensor with one. All ranks have its mean over the micro-batches of all ranks in
-        ``step.metrics`` after :meth:`apply`. Outside it is a value that all ranks have alike.
+        ``step.metrics`` behind the loop over them. Outside it is a value that all ranks have alike.
         """
         for name, value in values.items():
             if self.leaf is None:
@@ -132,9 +175,10 @@ class Step:
         clip: float | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        """Sum up the gradients of all ranks, and make a step of the optimizers.
+        """Make a step of the optimizers with the mean gradients.
 
-        ALL ranks call it together, once in each step; it blocks until all have come.
+        Every rank calls it, once in each step. It does not block: the gradients were summed up at
+        the end of :meth:`micro_batches`.
 
         Args:
             optimizers: those whose parameters change; all are in the state given to ``steps()``.
@@ -142,11 +186,6 @@ class Step:
             scaler: that of :meth:`backward`; its own update is made here.
         """
         self._check_apply(optimizers)
-        if self.leaf is not None:  # the script has left the loop over the micro-batches
-            self.leaf = None
-            seed_all(self._order.seed, "step", self.number)
-        unused = self._exchange()
-        self._gradients.finish(unused)
         for optimizer in optimizers if scaler is not None else ():
             assert scaler is not None
             scaler.unscale_(optimizer)
@@ -162,13 +201,20 @@ class Step:
             scaler.update()
         self.is_applied = True
 
+    def under_way(self) -> str:
+        """Return in words the micro-batch that is fetched or computed, or ""."""
+        if self._is_summed or not self._given:
+            return ""
+        leaf = self._share.sums[self._given - 1].leaf
+        return f"micro-batch {leaf} of step {self.number} ({self._samples(leaf)})"
+
     def _check_apply(self, optimizers: Sequence[Optimizer]) -> None:
         if self.is_applied:
             raise self._error("apply() is called twice: once in each step")
-        if self._computed < len(self._share.sums):
+        if not self._is_summed:
             raise self._error(
-                f"{self._computed} of this rank's {len(self._share.sums)} micro-batches are "
-                "computed: go through all of step.micro_batches() before apply()"
+                "apply() is called before all micro-batches are computed: go through "
+                "step.micro_batches() to its end"
             )
         known = {id(one) for one in self._optimizers}
         if not optimizers or any(id(one) not in known for one in optimizers):
@@ -181,40 +227,82 @@ class Step:
         held = self._logged.setdefault(name, [None] * len(self._share.sums))
         held[self._given - 1] = value
 
-    def _exchange(self) -> list[int]:
-        """Have the means of what was logged; return the parameters without any gradient."""
+    def _add(self, backward: Callable[[], None]) -> None:
+        number, sums = self._computed, self._gradients
+        what = self._share.sums[number]
+        looks = self._checks and (what.begins or sums.holds_finite(number))
+        sums.add(number, backward)
+        self._computed += 1
+        if looks and not sums.holds_finite(number):
+            self._not_finite.append(what.leaf)
+
+    def _sum_up(self) -> bool:
+        """Sum up gradients, losses and what was logged; return whether the step is to be applied.
+
+        All ranks decide alike, by what they have sent each other.
+        """
+        is_finite = self._gradients.sum_up()
         own = {name: [_number(one) for one in held] for name, held in self._logged.items()}
-        unused = self._gradients.unused()
-        everyone = [(own, unused)]
+        sent = [own, self._gradients.unused(), is_finite, self._not_finite, self._is_scaled]
+        everyone = [json.loads(json.dumps(sent))]
         if self._group is not None:
-            content = json.dumps([own, unused]).encode()
-            everyone = [json.loads(one) for one in self._group.allgather(content)]
-        counts = [len(logged.get(LOSS, ())) for logged, _ in everyone]
-        for name in dict.fromkeys(name for logged, _ in everyone for name in logged):
-            values: list[float | None] = []
-            for (logged, _), count in zip(everyone, counts, strict=True):
-                values += logged.get(name, [None] * count)
-            self.metrics[name] = self._mean(values)
+            found = self._group.allgather(json.dumps(sent).encode())
+            everyone = [json.loads(one) for one in found]
+        values = self._by_leaf([logged for logged, *_ in everyone])
+        if not any(is_scaled for *_, is_scaled in everyone):  # a scaler skips the step by itself
+            bad = {leaf for _, _, _, leaves, _ in everyone for leaf in leaves}
+            losses = enumerate(values[LOSS])
+            bad |= {leaf for leaf, one in losses if one is not None and not math.isfinite(one)}
+            if bad:
+                self._leave_out(bad)
+                return False
+            if not self._checks and not all(finite for _, _, finite, _, _ in everyone):
+                self._checks = True
+                return False
+        self.metrics |= {name: self._mean(held) for name, held in values.items()}
         self.loss = self.metrics[LOSS]
-        return sorted(set.intersection(*(set(missing) for _, missing in everyone)))
+        self._gradients.assign(set.intersection(*(set(unused) for _, unused, *_ in everyone)))
+        return True
+
+    def _leave_out(self, bad: set[int]) -> None:
+        names = ", ".join(f"{leaf} ({self._samples(leaf)})" for leaf in sorted(bad))
+        what = f"step {self.number}: not finite: the loss or gradients of micro-batch {names}"
+        self.skipped |= bad
+        if not self._skips or len(self.skipped) == self._data.leaves:
+            raise NotFiniteError(
+                f"{what}; no weight has changed. Look at these samples, or have "
+                'such micro-batches left out by steps(…, on_bad_batch="skip")'
+            )
+        if self._group is None or self._group.rank == 0:
+            log.warning("%s; left out", what)
+        self.metrics["skipped"] = len(self.skipped)
+
+    def _samples(self, leaf: int) -> str:
+        if not self._order.length:
+            return "of batch()"
+        indices = self._order.indices(self._data, range(leaf, leaf + 1))[0]
+        return f"samples {text.listed([str(one) for one in indices], NAMED)}"
+
+    def _by_leaf(self, logged: Sequence[_Logged]) -> dict[str, list[float | None]]:
+        """Return the values of all leaves, by their names."""
+        found: dict[str, list[float | None]] = {LOSS: []}
+        found |= {name: [] for one in logged for name in one}
+        for rank, one in enumerate(logged):
+            leaves = leaves_of(self._data.leaves, rank, len(logged))
+            for name, values in found.items():
+                values += one.get(name, [None] * len(leaves))
+        return found
 
     def _mean(self, values: Sequence[float | None]) -> float:
         """Return the mean over the leaves that have a value, summed in the tree's order."""
-        weights = self._weights()
         leaves = {
-            Node(leaf, leaf + 1): (0.0, 0.0)
-            if value is None
-            else (value * weights[leaf], weights[leaf])
-            for leaf, value in enumerate(values)
+            Node(leaf, leaf + 1): (-0.0, 0.0) if value is None else (value * weight, weight)
+            for leaf, (value, weight) in enumerate(zip(values, self._weights, strict=True))
         }
         total, weight = combine(
             Node(0, len(values)), leaves, lambda _, a, b: (a[0] + b[0], a[1] + b[1])
         )
-        return total / weight
-
-    def _weights(self) -> list[float]:
-        whole = self._order.micro_batch
-        return [len(self._order.places(self._data, n)) / whole for n in range(self._data.leaves)]
+        return total / weight if weight else math.nan
 
     def _error(self, what: str) -> ContextError:
         return ContextError(f"step {self.number}: {what}")

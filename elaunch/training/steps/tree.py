@@ -46,7 +46,7 @@ class LeafSum(NamedTuple):
     Attributes:
         leaf: its number in the step.
         slot: the buffer that it is added to.
-        begins: whether the buffer is to be zero before.
+        begins: whether it is the first in the buffer, and replaces what is there.
         merges: the buffers to be summed up afterwards, in this order: each from its number into the
             one below.
     """

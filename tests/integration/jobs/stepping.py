@@ -1,7 +1,8 @@
 """A training by ``ctx.train.steps``; rank 0 prints the digest of its weights, and its losses.
 
 Arguments, as ``name=value``: what of the training is another than by default; ``kill=STEP`` has the
-last rank kill itself in that step of round 0, ``pause=STEP`` waits there for the end of the job.
+last rank kill itself in that step of round 0, ``pause=STEP`` waits there for the end of the job,
+``bad=STEP.LEAF`` has a loss that is not finite, ``raise=STEP.LEAF`` raises there.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ with elaunch.init(announce=False) as ctx:
         micro_batch=int(given.get("micro", "1")),
         until=int(given.get("until", "9")),
         last="short",
+        on_bad_batch=given.get("on_bad", "raise"),
         save_every=every if every == "auto" or every is None else int(every),
         loader={"num_workers": int(given.get("workers", "0"))},
     )
@@ -59,6 +61,10 @@ with elaunch.init(announce=False) as ctx:
         for x, y in step.micro_batches():
             with torch.autocast("cpu", torch.bfloat16, enabled=given.get("autocast") == "bf16"):
                 loss = (model(x) - y).square().mean()
+            if given.get("raise") == f"{step.number}.{step.leaf}":
+                raise ValueError("these samples")
+            if given.get("bad") == f"{step.number}.{step.leaf}":
+                loss = loss * torch.nan
             step.backward(loss)
             step.log(most=loss.detach() * 2)
         if ctx.info.round == 0 and given.get("kill") == str(step.number) and rank == size - 1:

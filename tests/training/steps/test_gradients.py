@@ -71,13 +71,14 @@ def run(host: StoreHost, size: int, count: int, steps: int = 2) -> list[list[Any
                 generator = torch.Generator().manual_seed(1000 * step + what.leaf)
                 loss = net(torch.randn(4, 5, generator=generator), what.leaf)
                 sums.add(number, loss.backward)
+            assert sums.sum_up()
             unused = set(sums.unused())
             if group is not None:
                 import json
 
                 content = json.dumps(sorted(unused)).encode()
                 unused = set.intersection(*(set(json.loads(o)) for o in group.allgather(content)))
-            sums.finish(unused)
+            sums.assign(unused)
             with torch.no_grad():
                 for one in net.parameters():
                     if one.grad is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from elaunch.errors import ContextError
+from elaunch.errors import ContextError, PeerLost
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.steps import refusals
 from tests.training.channelrig import StoreHost, in_threads
@@ -56,6 +56,7 @@ def test_what_is_right_is_taken() -> None:
         ({"threads": 0}, "threads=0"),
         ({"seed": "x"}, "seed='x'"),
         ({"last": "pad"}, 'last=\'pad\': give "drop" or "short"'),
+        ({"on_bad_batch": "leave"}, 'on_bad_batch=\'leave\': give "raise" or "skip"'),
         ({"save_every": 0}, "save_every=0"),
         ({"save_every": "never"}, "save_every='never'"),
         ({"loader": {"batch_size": 3}}, "loader={'batch_size': …}"),
@@ -137,6 +138,25 @@ def test_all_ranks_raise_the_same() -> None:
     (message,) = errors({}, {"shape": (3, 1)}, {})
     assert "the list of trained parameters" in message
     assert errors({}, {}, {}) == {""}
+
+
+@pytest.mark.slow
+def test_steps_on_some_ranks_only_is_an_error() -> None:
+    """Of those that call it, with the rank that does not."""
+    host, job = StoreHost(), uuid.uuid4().hex
+
+    def work(rank: int) -> str:
+        ranks = DistributedContext.of(host.place(rank, 2, job=job))
+        ranks.open()
+        if rank == 1:
+            ranks.close()
+            return ""
+        with pytest.raises(PeerLost) as error:
+            refusals.check(ranks, state_of(nn.Linear(2, 1)), options())
+        ranks.close()
+        return str(error.value)
+
+    assert "rank 1" in in_threads(range(2), work).all()[0]
 
 
 @pytest.mark.slow

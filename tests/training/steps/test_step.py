@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from elaunch.errors import ContextError
+from elaunch.errors import ContextError, NotFiniteError
+from elaunch.training.steps.loop import Steps
 from tests.training.channelrig import in_threads
 from tests.training.stepsrig import Rig, X
 
@@ -94,6 +95,73 @@ def test_a_scaler_of_half_precision_is_taken(rig: Rig) -> None:
     assert scaler.get_scale() == 2.0
 
 
+def spoiled(rig: Rig, where: str, loop: Steps) -> list[list[int | None]]:
+    """Train with something that is not finite in micro-batch 1 of step 2; return all leaves."""
+    seen = []
+    for step in loop:
+        leaves = []
+        for (x,) in step.micro_batches():
+            leaves.append(step.leaf)
+            loss = rig.model(x).square().mean()
+            if step.number == 2 and step.leaf == 1:
+                # The gradient of a root at 0 is infinite, the root itself is not.
+                zero = 0 * rig.model.weight.sum()
+                loss = loss * torch.nan if where == "loss" else loss + zero.sqrt()
+            step.backward(loss)
+        step.apply(rig.optimizer)
+        seen.append(leaves)
+        assert all(one.isfinite().all() for one in rig.model.parameters())
+    return seen
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_micro_batch_that_is_not_finite_is_an_error(rig: Rig, where: str) -> None:
+    """It is named with its samples, and no weight has changed."""
+    before: list[torch.Tensor] = []
+
+    def note(optimizer: object, *_: object) -> None:
+        before[:] = [rig.model.weight.detach().clone()]
+
+    rig.optimizer.register_step_post_hook(note)
+    with pytest.raises(NotFiniteError, match=r"step 2: .* micro-batch 1 \(samples 6, 7\)"):
+        spoiled(rig, where, rig.loop(shuffle=False))
+    assert torch.equal(rig.model.weight, before[0])
+
+
+@pytest.mark.parametrize(("where", "again"), [("loss", 1), ("gradient", 2)])
+def test_it_can_be_left_out(
+    rig: Rig, where: str, again: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of sum and count; a gradient takes another time to be found."""
+    seen = spoiled(rig, where, rig.loop(shuffle=False, until=2, on_bad_batch="skip"))
+    assert seen == [[0, 1], [0, 1, *[0, 1] * (again - 1), 0]]
+    assert "step 2: not finite" in caplog.text and "left out" in caplog.text
+    other = Rig()
+    for step in other.loop(shuffle=False, until=2):
+        for (x,) in step.micro_batches():
+            # Twice the loss of one micro-batch, and none of the other, has the same mean.
+            factor = 1.0 if step.number == 1 else 2.0 * (step.leaf == 0)
+            step.backward(other.model(x).square().mean() * factor)
+        step.apply(other.optimizer)
+    other.close()
+    assert torch.allclose(rig.model.weight, other.model.weight, rtol=1e-6)
+    assert rig.reported[1][1]["skipped"] == 1
+    assert rig.reported[1][1]["loss"] == pytest.approx(other.reported[1][1]["loss"])
+
+
+def test_not_all_can_be_left_out(rig: Rig) -> None:
+    """Neither all of a step, nor some of each step."""
+    with pytest.raises(NotFiniteError, match=r"micro-batch 0 .*, 1 "):
+        for step in rig.loop(on_bad_batch="skip"):
+            for (x,) in step.micro_batches():
+                step.backward(rig.model(x).mean() * torch.nan)
+    with pytest.raises(NotFiniteError, match=r"^step 11: "):
+        for step in rig.loop(on_bad_batch="skip", until=20):
+            for (x,) in step.micro_batches():
+                step.backward(rig.model(x).mean() * (1.0 if step.leaf else torch.nan))
+            step.apply(rig.optimizer)
+
+
 def test_it_ends_where_the_job_is_to_end(rig: Rig) -> None:
     """After the step that is under way."""
     loop = rig.loop(until=5)
@@ -109,10 +177,14 @@ def test_it_ends_where_the_job_is_to_end(rig: Rig) -> None:
 
 def test_a_loop_can_be_left_and_another_begun(rig: Rig) -> None:
     """In mid-step, too; two at once are refused, and steps count on."""
-    for _ in rig.loop(until=5):
-        with pytest.raises(ContextError, match="inside of another loop"):
-            rig.loop()
-        break
+    for step in rig.loop(until=5):
+        if step.number == 3:
+            with pytest.raises(ContextError, match="inside of another loop"):
+                rig.loop()
+            break
+        for (x,) in step.micro_batches():
+            step.backward(rig.model(x).square().mean())
+        step.apply(rig.optimizer)
     threads = torch.get_num_threads()
     for step in rig.loop(until=1):
         assert torch.get_num_threads() == 1
@@ -120,7 +192,7 @@ def test_a_loop_can_be_left_and_another_begun(rig: Rig) -> None:
             step.backward(rig.model(x).square().mean())
         step.apply(rig.optimizer)
     assert torch.get_num_threads() == threads
-    assert rig.reported[-1][0] == 6, "the loop before has five steps"
+    assert [number for number, _ in rig.reported] == [1, 2, 3]
 
 
 def misuse(rig: Rig, what: str) -> None:
@@ -164,7 +236,7 @@ def misuse(rig: Rig, what: str) -> None:
         ("no gradient", "computed without gradients"),
         ("two of a leaf", "twice for one"),
         ("outside", "without a micro-batch"),
-        ("some", "1 of this rank's 2 micro-batches are computed"),
+        ("some", "before all micro-batches are computed"),
         ("all twice", "micro_batches.* is called twice"),
         ("no apply", "its apply.* was not called"),
         ("no optimizer", "takes the optimizers of the state"),
