@@ -154,10 +154,9 @@ def find(environ: Mapping[str, str], *families: Family) -> LauncherNames | None:
     return None
 
 
-def rank_names(*families: Family) -> list[str]:
-    """Return each rank variable, of ``families`` if given, once and in the order of the table."""
-    chosen = (x for x in LAUNCHERS if not families or x.family in families)
-    return list(dict.fromkeys(name for x in chosen for name in x.rank))
+def rank_names() -> list[str]:
+    """Return each rank variable once, in the order of the table."""
+    return list(dict.fromkeys(name for x in LAUNCHERS for name in x.rank))
 
 
 def first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

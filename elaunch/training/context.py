@@ -38,7 +38,7 @@ from elaunch.training import liveness
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint import latest
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
-from elaunch.training.launch import Info, info
+from elaunch.training.launch import Info, current, info
 from elaunch.training.metrics.files import FROM_NOTHING
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.train import TrainContext
@@ -91,7 +91,7 @@ def init(
             "one that is there"
         )
     _check_name(name)
-    placed = distributed if distributed is not None else DistributedContext.from_environment()
+    placed = distributed or DistributedContext.of(current(os.environ))
     options = _Options(name, timeout, chief_only, tensorboard, announce)
     _current = Context(placed, options)
     return _current

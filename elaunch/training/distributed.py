@@ -103,16 +103,6 @@ class DistributedContext:
         self._take(placements.explicit(numbers, chief_ip, chief_port, os.environ))
 
     @classmethod
-    def from_environment(cls) -> DistributedContext:
-        """Return the context of whatever launcher started this process; one rank if none did.
-
-        Any rank may call it alone; it does not block.
-
-        Raises PlacementError if what the launcher set is incomplete or contradicts itself.
-        """
-        return cls.of(placements.current(os.environ))
-
-    @classmethod
     def from_torch_distributed(cls) -> DistributedContext:
         """Return the context of a worker of torchrun or ``elaunch run``.
 
@@ -121,26 +111,6 @@ class DistributedContext:
         Raises PlacementError that names a variable that is missing or wrong.
         """
         return cls.of(placements.from_torch(os.environ))
-
-    @classmethod
-    def from_mpi(cls) -> DistributedContext:
-        """Return the context of a process that mpirun started.
-
-        Any rank may call it alone; it does not block.
-
-        Raises PlacementError that names a variable that is missing or wrong.
-        """
-        return cls.of(placements.from_mpi(os.environ))
-
-    @classmethod
-    def from_slurm(cls) -> DistributedContext:
-        """Return the context of a task of srun.
-
-        Any rank may call it alone; it does not block.
-
-        Raises PlacementError that names a variable that is missing or wrong.
-        """
-        return cls.of(placements.from_slurm(os.environ))
 
     @classmethod
     def of(cls, placement: Placement) -> DistributedContext:
@@ -199,30 +169,6 @@ class DistributedContext:
         if self._node_addrs is None:
             self._node_addrs = self._calls.node_addrs()
         return self._node_addrs
-
-    def get_rank(self) -> int:
-        """Return this process's rank in the job."""
-        return self.rank
-
-    def get_size(self) -> int:
-        """Return the number of ranks in the job."""
-        return self.size
-
-    def get_local_rank(self) -> int:
-        """Return this process's rank on its node."""
-        return self.local_rank
-
-    def get_local_size(self) -> int:
-        """Return the number of ranks on this node."""
-        return self.local_size
-
-    def get_cross_rank(self) -> int:
-        """Return this node's rank among the nodes."""
-        return self.cross_rank
-
-    def get_num_agents(self) -> int:
-        """Return the number of nodes."""
-        return self.cross_size
 
     def allgather(self, obj: Any, timeout: float | None = None) -> list[Any]:
         """Return every rank's ``obj``, in the order of the ranks. ALL ranks call it together."""

@@ -123,32 +123,6 @@ def from_torch(environ: Mapping[str, str]) -> Placement:
     return found._replace(hosts_store=found.hosts_store and not hosted)
 
 
-def from_mpi(environ: Mapping[str, str]) -> Placement:
-    """Return the placement that mpirun, mpiexec or horovodrun set.
-
-    Raises PlacementError if none did, or for what can neither be read nor derived.
-    """
-    names = launchers.find(environ, "mpi")
-    if names is None:
-        raise PlacementError(
-            f"none of {', '.join(launchers.rank_names('mpi'))} is set: mpirun sets one of them"
-        )
-    return _of_launcher(names, environ)
-
-
-def from_slurm(environ: Mapping[str, str]) -> Placement:
-    """Return the placement that srun set.
-
-    Raises PlacementError outside of a step of Slurm, or for what cannot be read.
-    """
-    names = launchers.find(environ, "slurm")
-    if names is None:
-        missing = first_unset(environ, ("SLURM_PROCID", "SLURM_STEP_ID"))
-        hint = "; put `srun` before the command" if environ.get("SLURM_JOB_ID") else ""
-        raise PlacementError(f"{missing} is not set: srun sets it for each task of a step{hint}")
-    return _of_launcher(names, environ)
-
-
 def explicit(
     given: Mapping[str, Any],
     chief_ip: str | None,

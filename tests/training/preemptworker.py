@@ -8,6 +8,7 @@ number of that call. ``coupled``: the ranks meet in every step, after rank × 50
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 
 from elaunch.errors import CollectiveError
 from elaunch.training.distributed import DistributedContext
+from elaunch.training.launch import current
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.wire.progress import ProgressPage
 
@@ -32,7 +34,7 @@ def work(rank: int, step: int, seconds: float) -> None:
 def main(way: str) -> None:
     """Work until it is time to end."""
     page = ProgressPage()
-    distributed = DistributedContext.from_environment()
+    distributed = DistributedContext.of(current(os.environ))
     distributed.open(page, 100.0)
     preempt = PreemptContext(distributed, page, None)
     preempt.start()

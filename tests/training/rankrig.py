@@ -129,7 +129,8 @@ class Ranks:
 SCRIPT_HEAD = """
 import os, signal, sys, threading, time
 from elaunch import CollectiveError, CollectiveTimeout, ContextError, DistributedContext, PeerLost
-ctx = DistributedContext.from_environment()
+from elaunch.training.launch import current
+ctx = DistributedContext.of(current(os.environ))
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """

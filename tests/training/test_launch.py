@@ -183,14 +183,14 @@ def test_mpirun_on_one_node() -> None:
 def test_what_is_given_is_kept() -> None:
     """MASTER_ADDR and MASTER_PORT, also on one node."""
     given = {"MASTER_ADDR": "chief", "MASTER_PORT": "7"}
-    assert launch.from_mpi(open_mpi(0, 2, 0, 2) | given).store == ("chief", 7)
+    assert launch.current(open_mpi(0, 2, 0, 2) | given).store == ("chief", 7)
 
 
 def test_mpirun_on_several_nodes_needs_an_address() -> None:
     """And says how to give it."""
     with pytest.raises(PlacementError, match=r"MASTER_ADDR.*-x MASTER_ADDR=HOST.*--master-addr"):
-        launch.from_mpi(open_mpi(2, 4, 0, 2, nodes=2))
-    place = launch.from_mpi(open_mpi(2, 4, 0, 2, nodes=2) | {"MASTER_ADDR": "a"})
+        launch.current(open_mpi(2, 4, 0, 2, nodes=2))
+    place = launch.current(open_mpi(2, 4, 0, 2, nodes=2) | {"MASTER_ADDR": "a"})
     assert six(place) == (2, 4, 0, 2, 1, 2) and place.store is not None
     assert place.store[0] == "a"
 
@@ -199,13 +199,13 @@ def test_unequal_nodes_under_mpirun() -> None:
     """Two nodes are certain; three are not, and the error says what to give."""
     chief = {"MASTER_ADDR": "a"}
     layout = [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
-    nodes = [launch.from_mpi(open_mpi(*four, nodes=2) | chief).cross_rank for four in layout]
+    nodes = [launch.current(open_mpi(*four, nodes=2) | chief).cross_rank for four in layout]
     assert nodes == [0, 0, 1]
     unknown = open_mpi(2, 4, 0, 1, nodes=3) | chief
     with pytest.raises(PlacementError, match="set GROUP_RANK and GROUP_WORLD_SIZE"):
-        launch.from_mpi(unknown)
+        launch.current(unknown)
     given = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}
-    assert six(launch.from_mpi(unknown | given)) == (2, 4, 0, 1, 1, 3)
+    assert six(launch.current(unknown | given)) == (2, 4, 0, 1, 1, 3)
 
 
 @st.composite
@@ -235,7 +235,7 @@ def test_no_rank_is_put_on_a_wrong_node_unseen(layout: tuple[list[int], bool]) -
     for rank, node, local_rank, local_size in place_ranks(sizes, in_blocks):
         environ = open_mpi(rank, sum(sizes), local_rank, local_size, nodes=len(sizes))
         try:
-            place = launch.from_mpi(environ | {"MASTER_ADDR": "a"})
+            place = launch.current(environ | {"MASTER_ADDR": "a"})
         except PlacementError:
             refused = True
             continue
@@ -288,16 +288,16 @@ def test_no_rank_is_put_on_a_wrong_node_unseen(layout: tuple[list[int], bool]) -
 )
 def test_other_mpi_launchers(environ: Mapping[str, str], expected: tuple[int, ...]) -> None:
     """MVAPICH, Hydra, horovodrun, a bare PMI."""
-    place = launch.from_mpi(environ)
+    place = launch.current(environ)
     assert (place.launcher, six(place)) == ("mpi", expected)
 
 
 def test_what_a_launcher_does_not_say_is_asked_for() -> None:
     """PMIx has a rank and no size."""
     with pytest.raises(PlacementError, match="does not say the size; set WORLD_SIZE"):
-        launch.from_mpi({"PMIX_RANK": "1"})
+        launch.current({"PMIX_RANK": "1"})
     with pytest.raises(PlacementError, match="local_size; set LOCAL_WORLD_SIZE"):
-        launch.from_mpi({"PMI_RANK": "1", "PMI_SIZE": "2"})
+        launch.current({"PMI_RANK": "1", "PMI_SIZE": "2"})
 
 
 def test_slurm() -> None:
@@ -322,16 +322,6 @@ def test_mpirun_inside_a_slurm_job_is_mpirun() -> None:
 def test_outside_of_a_step_with_tasks_a_process_is_alone(change: dict[str, str]) -> None:
     """The batch script itself has SLURM_PROCID=0, and ``salloc``'s shell has SLURM_NTASKS."""
     assert launch.current(SLURM | change).launcher == "alone"
-
-
-def test_from_slurm_and_from_mpi_say_who_is_missing() -> None:
-    """The variable, who sets it, and what to do in a batch script."""
-    with pytest.raises(PlacementError, match=r"SLURM_PROCID is not set: srun sets it.*step$"):
-        launch.from_slurm({})
-    with pytest.raises(PlacementError, match=r"SLURM_STEP_ID is not set.*put `srun` before"):
-        launch.from_slurm(SLURM | {"SLURM_STEP_ID": ""})
-    with pytest.raises(PlacementError, match=r"none of OMPI_COMM_WORLD_RANK,.*mpirun sets"):
-        launch.from_mpi(SLURM)
 
 
 def test_torchs_variables_come_first_and_the_launcher_is_still_named() -> None:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from elaunch.training.distributed import DistributedContext
+from elaunch.training.launch import current
 from elaunch.training.tracking import Tracking
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
@@ -45,7 +46,7 @@ def act(words: list[str], rank: int, round: int, directory: Path) -> None:
 
 def main() -> None:
     """Report ten steps, shared between the ranks, and end as the words say."""
-    distributed, page = DistributedContext.from_environment(), ProgressPage()
+    distributed, page = DistributedContext.of(current(os.environ)), ProgressPage()
     distributed.open(page, 60)
     tracking = Tracking(distributed)
     tracking.start()

@@ -55,7 +55,7 @@ def test_torchruns_variables() -> None:
 def test_the_script_finds_its_place() -> None:
     """What is set here is read by the script's side: the same numbers, rank 0 hosts the store."""
     environ = planned(open_mpi(rank=3)).environ
-    place, direct = launch.current(environ), launch.from_mpi(open_mpi(rank=3))
+    place, direct = launch.current(environ), launch.current(open_mpi(rank=3))
     assert place.launcher == "mpi" and place.hosts_store
     assert (place.store, place.run_id) == (direct.store, direct.run_id)
     assert (place.rank, place.cross_rank) == (direct.rank, direct.cross_rank)

@@ -36,7 +36,7 @@ def main(core_context, latest_checkpoint, trial_id, increment_by, length, second
     if latest_checkpoint is not None:
         with core_context.checkpoint.restore_path(latest_checkpoint) as path:
             x, starting_batch = load_state(trial_id, path)
-        if core_context.distributed.get_rank() == 0:
+        if core_context.distributed.rank == 0:
             print(f"begins with x={x} at {starting_batch}", flush=True)
 
     batch = starting_batch
@@ -47,10 +47,10 @@ def main(core_context, latest_checkpoint, trial_id, increment_by, length, second
         steps_completed = batch + 1
         time.sleep(seconds)
         # Only the chief logs.
-        if core_context.distributed.get_rank() == 0:
+        if core_context.distributed.rank == 0:
             log.info("x is now %s", x)
         if steps_completed % 10 == 0:
-            if core_context.distributed.get_rank() == 0:
+            if core_context.distributed.rank == 0:
                 core_context.train.report_training_metrics(
                     steps_completed=steps_completed, metrics={"x": x}
                 )
@@ -62,7 +62,7 @@ def main(core_context, latest_checkpoint, trial_id, increment_by, length, second
             if core_context.preempt.should_preempt():
                 return
         batch += 1
-    if core_context.distributed.get_rank() == 0:
+    if core_context.distributed.rank == 0:
         core_context.train.report_validation_metrics(
             steps_completed=steps_completed, metrics={"x": x}
         )
@@ -83,7 +83,7 @@ if __name__ == "__main__":
             core_context=core_context,
             latest_checkpoint=elaunch.latest_checkpoint(),
             trial_id=info.run_id,
-            increment_by=1 + core_context.distributed.get_rank(),
+            increment_by=1 + core_context.distributed.rank,
             length=int(sys.argv[1]),
             seconds=float(sys.argv[2]),
         )

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from elaunch import DistributedContext, info
+from elaunch.training.launch import current
 
 words = dict(word.partition("=")[::2] for word in sys.argv[1:])
 
@@ -40,7 +41,7 @@ def reduced(rank: int) -> int:
     return int(total.item())
 
 
-context = DistributedContext.from_environment()
+context = DistributedContext.of(current(os.environ))
 total = reduced(context.rank) if "torch" in words else None
 ranks = context.allgather(context.rank)
 total = sum(rank + 1 for rank in ranks) if total is None else total
