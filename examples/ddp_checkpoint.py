@@ -1,4 +1,4 @@
-"""Save and resume in DDP as PyTorch's tutorial means it: rank 0 writes one file, all ranks load it.
+"""Save and resume in DDP: the ranks share the work of writing, and all of them load.
 
 Run it, kill -9 any worker while it trains, and it ends with the same parameters, bit by bit; under
 torchrun, and alone, when the command is given again::
@@ -7,7 +7,9 @@ torchrun, and alone, when the command is given again::
     ELAUNCH_CHECKPOINT_DIR=ckpt torchrun --nproc-per-node 2 examples/ddp_checkpoint.py
     ELAUNCH_CHECKPOINT_DIR=ckpt python examples/ddp_checkpoint.py
 
-``state.pt`` in a checkpoint's directory is a plain torch.save file, without DDP's ``module.``.
+One file for ``torch.load``, without DDP's ``module.``::
+
+    elaunch checkpoints export ckpt/step-00000100.r0 model.pt
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=0.0, help="that a step takes")
-    parser.add_argument("--mode", default="all", help="all, broadcast or sequential: who reads")
     args = parser.parse_args()
     device = start()
     torch.manual_seed(0)
@@ -59,7 +60,7 @@ def main() -> None:
     with elaunch.init(name="ddp_checkpoint") as ctx:
         rank = ctx.distributed.rank
         # All ranks load, then wrap. The other way round works as well.
-        found = ctx.checkpoint.load_ddp(state, mode=args.mode)
+        found = ctx.checkpoint.load(state)
         ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         first = found.step if found else 0
         if rank == 0:
@@ -72,7 +73,7 @@ def main() -> None:
             time.sleep(args.seconds)
             if step % 10 == 0 or step == args.steps:
                 # Returns when it is committed: no barrier is needed before somebody loads it.
-                ctx.checkpoint.save_ddp(state, step, keep=3)
+                ctx.checkpoint.save(state, step, keep=3)
                 if step < args.steps and ctx.preempt.should_preempt():
                     return
         ctx.checkpoint.check_same(state)

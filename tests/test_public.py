@@ -59,6 +59,6 @@ def test_the_api_page_says_who_calls_and_what_blocks() -> None:
         assert cells[call][2].startswith("It does not block")
     for call in ("allgather", "gather", "broadcast", "in_turn"):
         assert "locks until" in cells[f"DistributedContext.{call}"][2]
-    for call in ("save", "load", "store_path", "commit", "reserve", "check_same", "load_ddp"):
+    for call in ("save", "load", "store_path", "commit", "reserve", "check_same"):
         assert "locks until" in cells[f"CheckpointContext.{call}"][2]
         assert "`PeerLost`" in cells[f"CheckpointContext.{call}"][3]

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from elaunch.errors import CollectiveError, ContextError, PlacementError
 from elaunch.training import launch as placements
+from elaunch.training.gone import Renamed
 from elaunch.training.launch import Placement
 from elaunch.training.stores.keystore import KeyStore
 from elaunch.training.stores.roundstore import RoundStore
@@ -35,7 +36,7 @@ _NUMBERS: Final = ("rank", "size", "local_rank", "local_size", "cross_rank", "cr
 _open: Final[WeakSet[DistributedContext]] = WeakSet()
 
 
-class DistributedContext:
+class DistributedContext(Renamed):
     """This rank among the ranks of its job.
 
     Given the six numbers, or none of them for a job of one rank. Nothing is opened before

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.trial, pytest.mark.timeout(600)]
 
 TRIALS = int(os.environ.get("ELAUNCH_CHECKPOINT_TRIALS", "6"))
 FIRST = int(os.environ.get("ELAUNCH_CHECKPOINT_FIRST", "0"))
-BLOCKING, EVERY, AT = ("save", "store", "ddp"), 2, 6
+BLOCKING, EVERY, AT = ("save", "store"), 2, 6
 VICTIMS = ("rank", "agent", "node", "rank", "agent", "rank")
 """In turn; a node costs as much as two others."""
 
@@ -46,9 +46,6 @@ def moments() -> list[Moment]:
     for mode in BLOCKING:
         found += [(mode, "worker", 0, step) for step in (*PART, *COMMIT, "fence", *RETENTION)]
         found += [(mode, "worker", 1, step) for step in PART]
-    for step in PART:  # rank 0 alone writes, under the file's own name
-        found.remove(("ddp", "worker", 1, step))
-    found.remove(("ddp", "worker", 0, "place"))
     found += [("aside", "worker", rank, step) for rank in (0, 1) for step in SAID]
     found += 2 * [("aside", "agent", 0, step) for step in (*PART, *COMMIT, *RETENTION)]
     random.Random(1).shuffle(found)
@@ -168,7 +165,7 @@ def test_a_save_is_killed_before_each_of_its_calls(elaunch: Launcher) -> None:
     """
     stride = 1 if TRIALS >= 100 else 7
     (elaunch.directory / "each").mkdir()
-    ways = ["plain", "store", "ddp", "save", "aside"]
+    ways = ["plain", "store", "save", "aside"]
     words = [JOBS / "checkpoint_each.py", elaunch.directory / "each", str(stride), *ways]
     done = elaunch.start_command([sys.executable, *words], env=checkpointing.ENV).wait(400)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ with elaunch.init(name="tiny digits") as ctx:
         with ctx.checkpoint.store_path({"steps_completed": step}, shard=True) as (path, _):
             (path / f"state_{rank}").write_text("ok")
     ctx.checkpoint.save({"w": torch.ones(3)}, 4)
-    ctx.checkpoint.save_ddp({"w": torch.ones(3)}, 5)
+    ctx.checkpoint.save({"w": torch.ones(3)}, 5)
     go = Path(GO)
     while not go.exists():
         time.sleep(0.05)

@@ -301,3 +301,11 @@ def test_numbers_are_all_or_none() -> None:
     """What is missing is named."""
     with pytest.raises(PlacementError, match="local_rank, local_size, cross_rank, cross_size"):
         DistributedContext(rank=0, size=2)
+
+
+def test_a_name_that_has_gone_says_what_to_write() -> None:
+    """Determined's getters repeated attributes."""
+    with pytest.raises(AttributeError, match=r"^DistributedContext has no get_rank: write \.rank$"):
+        DistributedContext().get_rank()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"has no from_mpi: write elaunch\.init\(\)"):
+        DistributedContext.from_mpi()  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ collective    one save by all ranks: begin, write, commit
 paths         ``store_path``, ``commit``: files that the script, or others' code, writes
 restore       ``restore_path``: files that the script reads itself
 nodecopies    what nodes with a directory each have together
-ddp           ``save_ddp`` and ``load_ddp``: one file for all ranks
 save          ``save``: sharded, by torch.distributed.checkpoint
 handle        when a save is due; what ``save(block=False)`` returns
 load          ``load``

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.records import Keep
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 SECTION: Final = "checkpoint"
 """The section of this rank in ``elaunch status`` during every call."""
-LOADS: Final = frozenset({"load", "load_ddp", "latest", "get_metadata"})
+LOADS: Final = frozenset({"load", "latest", "get_metadata"})
 """Calls of ctx.checkpoint whose time counts as loading; that of the others counts as saving."""
-Mode = Literal["all", "broadcast", "sequential"]
-"""Which ranks open the file in ``load_ddp``."""
 
 
 @dataclass

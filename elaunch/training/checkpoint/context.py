@@ -4,9 +4,9 @@
 call                                  made by
 ====================================  ============================================================
 store_path(shard=True), commit,       ALL ranks together, in the same order
-stage_path, save, load, save_ddp,
-load_ddp, restore_path, reserve,
-wait, check_same
+stage_path, save, load,
+restore_path, reserve, wait,
+check_same
 store_path(shard=False)               rank 0 alone
 latest, list, get_metadata, delete,   any rank, alone
 pin, unpin, quarantine
@@ -29,10 +29,11 @@ from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness
 from elaunch.training.checkpoint import collective, paths, restore
-from elaunch.training.checkpoint.callcontext import LOADS, SECTION, Mode, as_given, at_step
+from elaunch.training.checkpoint.callcontext import LOADS, SECTION, as_given, at_step
 from elaunch.training.checkpoint.handle import Busy, Every, SaveHandle, Schedule
 from elaunch.training.checkpoint.restore import Which
 from elaunch.training.checkpoint.session import CheckpointSession
+from elaunch.training.gone import Renamed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,7 +59,7 @@ def _in_section(
     return made
 
 
-class CheckpointContext:
+class CheckpointContext(Renamed):
     """A script's checkpoints; part of the context, as ``ctx.checkpoint``.
 
     A checkpoint is there for readers when all of it is: every rank's files are written, fsynced and
@@ -202,9 +203,9 @@ class CheckpointContext:
 
         It is what the round resumed from, or what calls of all ranks have committed since; it does
         not change by what others commit meanwhile. If it is deleted, put aside or damaged, the next
-        :meth:`load`, :meth:`load_ddp` or :meth:`restore_path` takes the newest that is whole, and
-        so does this. Any rank may ask, alone: with ``--checkpoint-dir`` the agents have chosen it
-        before the round, else ``elaunch.init()`` has looked for it.
+        :meth:`load` or :meth:`restore_path` takes the newest that is whole, and so does this. Any
+        rank may ask, alone: with ``--checkpoint-dir`` the agents have chosen it before the round,
+        else ``elaunch.init()`` has looked for it.
 
         Raises:
             CheckpointError: the checkpoint that the round resumes from cannot be read any more.
@@ -372,73 +373,6 @@ class CheckpointContext:
         from elaunch.training.checkpoint.state import compare
 
         compare.check_same(self._session.distributed, state, timeout)
-
-    # ── one file for all ranks ───────────────────────────────────────────────────────────────────
-
-    @_in_section
-    def save_ddp(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        keep: Keep | int | None = None,
-        timeout: float | None = None,
-    ) -> Committed:
-        """Save what all ranks have alike as one file, ``state.pt``; rank 0 writes it.
-
-        ALL ranks call it together. For a model in DistributedDataParallel, or none; what is sharded
-        over ranks needs :meth:`save`. ``torch.load`` reads the file anywhere.
-
-        Args:
-            state: modules, optimizers and others with ``state_dict``, tensors, plain values, dicts
-                of them; ``elaunch.PerRank`` for what each rank has of its own.
-            step: number of steps done.
-            metadata: more for JSON, beside ``steps_completed``.
-
-        Raises:
-            SaveError: nothing was committed.
-        """
-        from elaunch.training.checkpoint.ddp import singlefile
-
-        call = self._session.together(timeout)
-        request = at_step(step, metadata, keep, timeout, "save_ddp")
-        return singlefile.save(call, state, request)
-
-    @_in_section
-    def load_ddp(
-        self,
-        state: Mapping[str, Any],
-        *,
-        uuid: Which | None = None,
-        source: str | os.PathLike[str] | None = None,
-        mode: Mode = "all",
-        strict: bool = True,
-        timeout: float | None = None,
-    ) -> Committed | None:
-        """Load what :meth:`save_ddp` saved into the objects of ``state``; None if there is nothing.
-
-        ALL ranks call it together, before or after the model is wrapped. Tensors are read to the
-        CPU, whatever device they were on, and copied to where the state's own are. Plain values are
-        replaced in the dict.
-
-        Args:
-            state: as for :meth:`save_ddp`.
-            source: as for :meth:`load`.
-            mode: ``all`` ranks read; rank 0 alone reads and sends to the others (``broadcast``); or
-                each after the one before (``sequential``).
-            strict: refuse what is missing in the checkpoint, and what only it has.
-
-        Raises:
-            CheckpointError: on all ranks; names keys and ranks.
-            ContextError: there is no such mode; or uuid and source were given.
-        """
-        from elaunch.training.checkpoint.ddp import singlefile
-
-        call, wanted = restore.wanted(
-            self._session, uuid, source, timeout=timeout, what="load_ddp", mode=mode
-        )
-        return singlefile.load_chosen(call, wanted, state, strict)
 
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 

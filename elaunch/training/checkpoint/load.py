@@ -42,7 +42,7 @@ from elaunch.training.checkpoint.dcp import metadata as stored
 from elaunch.training.checkpoint.dcp import read as reading
 from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
-from elaunch.training.checkpoint.state import flatten, tensors
+from elaunch.training.checkpoint.state import flatten, savedfile, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState
 from elaunch.training.checkpoint.together import Step, agree, together
 
@@ -98,7 +98,11 @@ def load(
     def load_from(there: CallContext, found: Committed, recalls: bool) -> None:
         with contextlib.ExitStack() as stack:
             loading = _Loading(there, found, stack, wanted.timeout, recalls=recalls)
-            flat, reads = loading.compare(state, loading.look(), strict)
+            content = loading.look()
+            if content is None:
+                loading.fill(state, strict)
+                return
+            flat, reads = loading.compare(state, content, strict)
             loading.read(flat, reads)
             loading.restore(flat)
 
@@ -127,8 +131,10 @@ class _Loading:
         self._source = Source(found.place, Path(found.place) if has_manifests else None)
         stack.callback(self._source.close)
 
-    def look(self) -> bytes:
+    def look(self) -> bytes | None:
         """Return ``.metadata``, which rank 0 reads for all: it lies in the memory of its agent.
+
+        None where one file of ``torch.save`` has all.
 
         Another node would fetch a whole shard with it.
         """
@@ -140,17 +146,33 @@ class _Loading:
             step.sent = self._recalled(names, more)
         self._open(step)
         with self._together() as step:
-            plan.check_group(self._call.distributed, WHAT)
             whole = self._source.whole
-            step.sent = self._source.checked(lambda: b"".join(map(bytes, map(whole, names))), WHAT)
-        content: bytes = step.received[0]
+            if self._call.rank != 0 or not self._is_one_file():
+                step.sent = self._source.checked(
+                    lambda: b"".join(map(bytes, map(whole, names))), WHAT
+                )
+        content: bytes | None = step.received[0]
         return content
+
+    def _is_one_file(self) -> bool:
+        source = self._source
+        is_file = source.path is not None and source.path.is_file()
+        return is_file or (source.has_file(savedfile.FILE) and not source.has_file(stored.FILE))
+
+    def fill(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Fill a state from one file of ``torch.save``."""
+        with (
+            restoring.opened(self._call, self._found, self._timeout, WHAT) as place,
+            self._together(),
+        ):
+            savedfile.load(place, state, self._call.rank, strict)
 
     def compare(
         self, state: Mapping[str, Any], content: bytes, strict: bool
     ) -> tuple[FlatState, reading.Reads]:
         """Return the leaves to be loaded, and where they are; ``content`` is ``.metadata``."""
         with self._together(everyone=True) as step:
+            plan.check_group(self._call.distributed, WHAT)
             own = Stored(stored.read(content, self._found.place), self._call.distributed.size)
             flat = flatten.flatten(state, self._call.rank, own)
             taken = frozenset(flat.leaves) | own.claimed

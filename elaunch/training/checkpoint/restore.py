@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.checkpoint import layout, retention
 from elaunch.checkpoint.search import elsewhere
@@ -32,7 +32,7 @@ from elaunch.errors import (
     SaveError,
 )
 from elaunch.training.checkpoint import where
-from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, Mode, newer
+from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, newer
 from elaunch.training.checkpoint.handle import LONGER_S
 from elaunch.training.checkpoint.latest import newest
 from elaunch.training.checkpoint.together import together
@@ -112,21 +112,17 @@ class Wanted:
         source: what to begin from where there is no latest.
         timeout: seconds that each wait for the other ranks may take.
         what: the call, for errors.
-        mode: of load_ddp.
     """
 
     which: Which | None
     source: str | os.PathLike[str] | None
     timeout: float | None
     what: str
-    mode: Mode = "all"
 
     def check(self) -> None:
         """Raise ContextError for a request that means nothing."""
         if self.which is not None and self.source is not None:
             raise ContextError("uuid and source were given: the one says which, always")
-        if self.mode not in get_args(Mode):
-            raise ContextError(f"mode={self.mode!r}: one of {', '.join(get_args(Mode))}")
 
 
 def wanted(
@@ -136,14 +132,13 @@ def wanted(
     *,
     timeout: float | None,
     what: str,
-    mode: Mode = "all",
 ) -> tuple[CallContext, Wanted]:
     """Return what a call reads, and the context to read it with. ALL ranks call it together."""
     call = session.together(timeout)
     if which is None:
         session.ask_for_latest()
         source = session.info.init_from if source is None else source
-    return call, Wanted(which, source, timeout, what, mode)
+    return call, Wanted(which, source, timeout, what)
 
 
 def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:

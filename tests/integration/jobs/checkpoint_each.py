@@ -3,8 +3,8 @@
 ``DIR STRIDE MODE…``: for each mode and each number K there is a copy of a directory with two
 checkpoints. A fork of this process saves the third there and is killed before call K of ``os`` in
 it (see ``checkpoint_fault``); another one loads the latest and saves again. K grows by STRIDE until
-a save comes to its end. A mode is ``store``, ``save``, ``aside``, ``ddp``, or ``plain``:
-``torch.save`` to one name, killed before its write K.
+a save comes to its end. A mode is ``store``, ``save``, ``aside``, or ``plain``: ``torch.save``
+to one name, killed before its write K.
 
 Prints a JSON object for each mode: ``mode``, ``kills``, ``steps`` (how many loaded which step;
 -1: what is there cannot be read), ``wrong`` (how many loaded what was not saved), ``left`` (stages
@@ -29,7 +29,6 @@ import torch
 import torch.distributed.checkpoint.state_dict
 
 import elaunch
-import elaunch.training.checkpoint.ddp.singlefile
 import elaunch.training.checkpoint.load
 import elaunch.training.checkpoint.save
 import elaunch.training.context
@@ -80,7 +79,7 @@ def through_elaunch(directory: Path, mode: str, nth: int) -> str:
                 state = torch.load(path / "deep" / "step.pt", weights_only=True)
                 state |= torch.load(path / "tensors.pt", weights_only=True)
         elif found is not None:
-            (ctx.checkpoint.load_ddp if mode == "ddp" else ctx.checkpoint.load)(state)
+            ctx.checkpoint.load(state)
         loaded = verdict(state, 0 if found is None else found.step)
         step = state["step"] + 1
         if nth:
@@ -97,8 +96,6 @@ def save(ctx: elaunch.Context, mode: str, state: dict[str, Any]) -> None:
             (path / "deep").mkdir()
             torch.save({"step": state.pop("step")}, path / "deep" / "step.pt")
             torch.save(state, path / "tensors.pt")
-    elif mode == "ddp":
-        ctx.checkpoint.save_ddp(state, step, keep=2)
     else:
         ctx.checkpoint.save(state, step, keep=2, block=mode == "save")
         ctx.checkpoint.wait()

@@ -1,6 +1,6 @@
 """Read what one process saves again and again, from many: ``DIR MODE READERS SECONDS``.
 
-MODE ``elaunch``: ``save_ddp`` with keep=2, and readers that look for the newest and hold it while
+MODE ``elaunch``: ``store_path`` with keep=2, and readers that look for the newest and hold it while
 they read; ``plain``: ``torch.save`` to one name. Prints ``{"saved": n, "read": n, "failed": n,
 "why": {"an error": n}}``.
 """
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import elaunch
-import elaunch.training.checkpoint.ddp.singlefile
 import elaunch.training.context
 from elaunch.checkpoint.retention import reading
 from elaunch.checkpoint.search.latest import find_latest
@@ -88,7 +87,9 @@ def write_elaunch(directory: Path, until: float) -> int:
     with elaunch.init(announce=False) as ctx:
         while time.monotonic() < until or step < SAVES:
             step += 1
-            ctx.checkpoint.save_ddp(state_of(step), step, keep=2)
+            metadata = {"steps_completed": step}
+            with ctx.checkpoint.store_path(metadata, keep=2) as (path, _):
+                torch.save(state_of(step), path / "state.pt")
     return step
 
 

@@ -10,7 +10,6 @@ none        nothing
 store       ``store_path(shard=True)``: the tensors dealt out to the ranks, a file of each rank
 save        ``save``
 aside       ``save(block=False)``
-ddp         ``save_ddp``
 ==========  ====================================================================================
 
 =============  =================================================================================
@@ -178,19 +177,6 @@ class Save:
         return None if found is None else found.step
 
 
-class Ddp:
-    """Mode ``ddp``."""
-
-    def save(self, ctx: elaunch.Context, it: Training, keep: int | None) -> None:
-        """Save."""
-        ctx.checkpoint.save_ddp(it.state(), it.step, keep=keep)
-
-    def load(self, ctx: elaunch.Context, it: Training) -> int | None:
-        """Load into ``it`` and return the step."""
-        found = ctx.checkpoint.load_ddp(it.state())
-        return None if found is None else found.step
-
-
 class Nothing:
     """Mode ``none``."""
 
@@ -203,7 +189,6 @@ class Nothing:
 
 
 MODES = {"none": Nothing(), "store": Store(), "save": Save(True), "aside": Save(False)}
-MODES |= {"ddp": Ddp()}
 
 
 def run(ctx: elaunch.Context, directory: Path, words: list[str]) -> None:

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from elaunch.checkpoint.records import Committed
 from elaunch.training.checkpoint.context import CheckpointContext
 from elaunch.training.checkpoint.latest import decide
 from elaunch.training.checkpoint.session import CheckpointSession
@@ -15,6 +18,16 @@ from elaunch.training.launch import read
 from elaunch.training.train import TrainContext
 from elaunch.wire.progress import ProgressPage
 from tests.training.rankrig import PATIENCE, Outcome, StoreHost, in_threads
+
+
+def saved(checkpoint: CheckpointContext, state: dict[str, Any], step: int) -> Committed:
+    """Save one file on all ranks together, as ``load`` reads it, without a process group."""
+    with checkpoint.store_path({"steps_completed": step}, shard=True) as (path, _):
+        torch.save(state, path / "state.pt")
+    found = checkpoint.latest()
+    assert found is not None
+    return found
+
 
 Work = Callable[[CheckpointContext, int], Any]
 

@@ -115,15 +115,16 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 def test_a_disk_without_inodes(start: Start, small_disk: Path) -> None:
     """What may go makes room for files, however many bytes are free."""
     script = """
-import torch
+import torch.distributed
+torch.distributed.init_process_group("gloo")
 tiny = {"x": torch.zeros(4)}
 for step in range(10, 100, 10):
-    ck.save_ddp(tiny, step, keep=Keep(last=3))
+    ck.save(tiny, step, keep=Keep(last=3))
 ctx.distributed.barrier()  # rank 0 has retired the rest
 kept = [each.step for each in ck.list()]
 def grow():
     for step in range(100, 200, 10):
-        ck.save_ddp(tiny, step, keep=Keep(last=99))
+        ck.save(tiny, step, keep=Keep(last=99))
 say(json.dumps([kept, tried(grow)]))
 """
     env = {"ELAUNCH_CHECKPOINT_DIR": str(small_disk / "ckpt")}
@@ -166,20 +167,21 @@ def test_a_save_without_inodes(small_disk: Path, agent: bool) -> None:
 def test_a_full_disk(start: Start, small_disk: Path) -> None:
     """What may go makes room for a save that can be repeated; else an error with the figures."""
     script = """
-import torch
+import torch.distributed
+torch.distributed.init_process_group("gloo")
 mega = {"x": torch.zeros(1 << 18)}
 keep = Keep(last=2)
 for step in (10, 20, 30, 40, 50):
-    ck.save_ddp(mega, step, keep=keep)
+    ck.save(mega, step, keep=keep)
 kept = [each.step for each in ck.list()]
-ck.save_ddp(mega, 60, keep=Keep(last=9))
+ck.save(mega, 60, keep=Keep(last=9))
 def fills():
     with ck.store_path({"steps_completed": 80}, shard=True) as (path, _):
         (path / f"{rank}").write_bytes(bytes(1 << 20))
-full = [tried(fills), tried(lambda: ck.save_ddp(mega, 90, keep=Keep(last=9)))]
+full = [tried(fills), tried(lambda: ck.save(mega, 90, keep=Keep(last=9)))]
 ctx.distributed.barrier()
 left = [each.step for each in ck.list()], os.listdir(ck.directory / ".stage")
-ck.save_ddp(mega, 100, keep=1)
+ck.save(mega, 100, keep=1)
 say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()])]))
 """
     env = {"ELAUNCH_CHECKPOINT_DIR": str(small_disk / "ckpt")}
@@ -191,7 +193,7 @@ say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()
             "o space left on" in text and "store_path of step 80" in text
         ) or "[Errno 28]" in text
     assert one[1][1] == other[1][1]
-    assert one[1][1].startswith("SaveError: save_ddp of step 90, writing: rank 0 on host")
+    assert one[1][1].startswith("SaveError: save of step 90, writing: rank 0 on host")
     assert f"no space left on {small_disk / 'ckpt'}: needs about 1.00 MiB, has " in one[1][1]
     assert committed(small_disk / "ckpt") == ["step-00000100.r0"]
 
@@ -222,7 +224,7 @@ root, away = ck.directory, Path("away")
 store(10)
 said = [tried(staged)]
 said += [tried(lambda: store(20, {f"{rank}": ""})), tried(lambda: ck.save(state, 30))]
-said += [tried(lambda: ck.save_ddp(state, 40)), tried(lambda: ck.commit(files("out"), 70))]
+said += [tried(lambda: ck.save(state, 40)), tried(lambda: ck.commit(files("out"), 70))]
 said += [] if local else [tried(background)]
 alone = tried(lambda: store(80, shard=False)) if rank == 0 and not local else ""
 left = sorted(map(str, root.rglob("*"))) if rank == 1 else []

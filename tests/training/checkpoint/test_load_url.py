@@ -131,10 +131,6 @@ def begun_at_url(ctx: Any, how: str) -> Any:
     if how == "restore_path":
         with ctx.checkpoint.restore_path() as path:
             found = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    elif how == "load_ddp":
-        state = {"w": torch.zeros(ROWS, MIB // 4)}
-        ctx.checkpoint.load_ddp(state)
-        found = int(state["w"][:, 0].sum())
     else:
         uuid = ctx.checkpoint.list()[-1].uuid if how == "load by its uuid" else None
         state = sharded(False)
@@ -143,37 +139,25 @@ def begun_at_url(ctx: Any, how: str) -> Any:
     return read_by_this_process() - before, found
 
 
-def saved_for_another(ctx: Any, how: str) -> Any:
+def saved_for_another(ctx: Any) -> Any:
     """Save what :func:`begun_at_url` reads."""
     where.parse_location = lambda text: text
-    if how == "load_ddp":
-        rows = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, MIB // 4)
-        ctx.checkpoint.save_ddp({"w": rows.contiguous()}, 1)
-    else:
-        ctx.checkpoint.save(sharded(True), 1)
+    ctx.checkpoint.save(sharded(True), 1)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "times"),
-    [
-        ("load", 1),
-        pytest.param("load by its uuid", 1, marks=pytest.mark.trial),
-        ("restore_path", 1),
-        ("load_ddp", 3),  # the node's copy, and that by each of its ranks
-    ],
+    "how",
+    ["load", pytest.param("load by its uuid", marks=pytest.mark.trial), "restore_path"],
 )
-def test_a_job_without_an_agent_reads_once(tmp_path: Path, how: str, times: int) -> None:
+def test_a_job_without_an_agent_reads_once(tmp_path: Path, how: str) -> None:
     """What it begins with is not read as a whole before, nor compared in a reading of its own."""
-    assert not any(in_group(saved_for_another, 2, tmp_path, how, env=at_url(tmp_path)))
+    assert not any(in_group(saved_for_another, 2, tmp_path, env=at_url(tmp_path)))
     said = in_group(begun_at_url, 2, tmp_path, how, env=at_url(tmp_path))
     assert not any(isinstance(one, Raised) for one in said), said
     counts = [count for count, _ in said]
-    assert ROWS * MIB <= sum(counts) < (times * ROWS + 16) * MIB, counts
-    if how == "load_ddp":
-        assert {found for _, found in said} == {sum(range(ROWS))}
-    else:
-        assert all(found for _, found in said)
+    assert ROWS * MIB <= sum(counts) < (ROWS + 16) * MIB, counts
+    assert all(found for _, found in said)
 
 
 def begun_with_damage(ctx: Any, how: str, stays: bool) -> Any:
@@ -182,34 +166,29 @@ def begun_with_damage(ctx: Any, how: str, stays: bool) -> Any:
     if how == "restore_path":
         with ctx.checkpoint.restore_path() as path:
             return path.name.partition(".")[0], ctx.distributed.allgather(1)
-    state = {"w": torch.zeros(ROWS, MIB // 4)} if how == "load_ddp" else sharded(False)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0 if stays else before[0], before[1]))
     try:
-        found = getattr(ctx.checkpoint, how)(state)
+        found = ctx.checkpoint.load(sharded(False))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return found.name.partition(".")[0], ctx.distributed.allgather(1)
 
 
-def saved_twice(ctx: Any, how: str) -> None:
+def saved_twice(ctx: Any) -> None:
     """Save two checkpoints."""
     where.parse_location = lambda text: text
     for step in (1, 2):
-        if how == "load_ddp":
-            ctx.checkpoint.save_ddp({"w": torch.zeros(ROWS, MIB // 4)}, step)
-        else:
-            ctx.checkpoint.save(sharded(True), step)
+        ctx.checkpoint.save(sharded(True), step)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "stays"),
-    [("load", False), ("load", True), ("restore_path", False), ("load_ddp", False)],
+    ("how", "stays"), [("load", False), ("load", True), ("restore_path", False)]
 )
 def test_a_job_without_an_agent_begins_with_damage(tmp_path: Path, how: str, stays: bool) -> None:
     """The next older one is read, by all ranks, even where the damaged one cannot be put aside."""
-    assert not any(in_group(saved_twice, 2, tmp_path, how, env=at_url(tmp_path)))
+    assert not any(in_group(saved_twice, 2, tmp_path, env=at_url(tmp_path)))
     (folder,) = (tmp_path / "objects").glob("step-00000002.*")
     largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
     with largest.open("r+b") as opened:

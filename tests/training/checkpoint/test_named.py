@@ -13,7 +13,7 @@ import torch
 from elaunch.checkpoint.storage.storage import Committed
 from elaunch.errors import CheckpointError, ContextError
 from elaunch.training.checkpoint.context import CheckpointContext
-from tests.training.checkpoint.ddprig import Ranks
+from tests.training.checkpoint.ddprig import Ranks, saved
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain, train
 
@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[[Committed], Any]] = {
 
 
 def content(path: Path) -> str:
-    """Return what ``save_ddp`` wrote, as a number."""
+    """Return what ``saved`` wrote, as a number."""
     return str(torch.load(path / "state.pt", weights_only=True)["x"])
 
 
@@ -37,13 +37,13 @@ def test_every_call_takes_every_name(ranks: Ranks, way: str) -> None:
     """Name, uuid, path in all forms, and what other calls returned."""
 
     def work(checkpoint: CheckpointContext, rank: int) -> Any:
-        first, *_ = [checkpoint.save_ddp({"x": step}, step) for step in (1, 2, 3)]
+        first, *_ = [saved(checkpoint, {"x": step}, step) for step in (1, 2, 3)]
         which = WAYS[way](first)
         state = {"x": 0}
         with checkpoint.restore_path(which) as path:
             read = content(path)
         told = checkpoint.get_metadata(which)
-        found = checkpoint.load_ddp(state, uuid=which)  # on return all ranks have read
+        found = checkpoint.load(state, uuid=which)  # on return all ranks have read
         if rank == 0:
             checkpoint.pin(which)
             checkpoint.unpin(which)
@@ -60,20 +60,20 @@ def test_what_names_nothing(ranks: Ranks, tmp_path: Path) -> None:
     other = Ranks(tmp_path / "other")
 
     def save(checkpoint: CheckpointContext, _: int) -> Any:
-        return checkpoint.save_ddp({"x": 1}, 1).place
+        return saved(checkpoint, {"x": 1}, 1).place
 
     def work(checkpoint: CheckpointContext, _: int) -> None:
-        checkpoint.save_ddp({"x": 2}, 2)
+        saved(checkpoint, {"x": 2}, 2)
         for wrong in (5, "", b"step"):
             with pytest.raises(ContextError, match="names no checkpoint: give a name, a uuid"):
                 checkpoint.get_metadata(wrong)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="nowhere is not there"):
-            checkpoint.load_ddp({"x": 0}, uuid=tmp_path / "nowhere")
+            checkpoint.load({"x": 0}, uuid=tmp_path / "nowhere")
         for refused in (checkpoint.delete, checkpoint.pin, checkpoint.unpin):
             with pytest.raises(CheckpointError, match="is no checkpoint of"):
                 refused(place)
         state = {"x": 0}
-        found = checkpoint.load_ddp(state, uuid=place)
+        found = checkpoint.load(state, uuid=place)
         assert found is not None and (state["x"], found.step) == (1, 1)
         assert checkpoint.get_metadata(place) == {"steps_completed": 1}
 
@@ -88,9 +88,9 @@ def test_ranks_that_name_different_ones(ranks: Ranks) -> None:
     """An error on all of them."""
 
     def work(checkpoint: CheckpointContext, rank: int) -> str:
-        found = [checkpoint.save_ddp({"x": step}, step) for step in (1, 2)]
+        found = [saved(checkpoint, {"x": step}, step) for step in (1, 2)]
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.load_ddp({"x": 0}, uuid=found[rank])
+            checkpoint.load({"x": 0}, uuid=found[rank])
         return str(raised.value)
 
     one, two = ranks.run(2, work).all()
@@ -146,12 +146,12 @@ def test_a_warm_start(tmp_path: Path) -> None:
 def by_environment(ctx: Any) -> Any:
     """Load without a word about a source."""
     state, again = {"x": 0}, {"x": 0}
-    found = ctx.checkpoint.load_ddp(state)
+    found = ctx.checkpoint.load(state)
     with ctx.checkpoint.restore_path() as path:
         read = path.name
     assert ctx.checkpoint.latest() is None
-    ctx.checkpoint.save_ddp({"x": 8}, 1)
-    own = ctx.checkpoint.load_ddp(again)
+    ctx.checkpoint.save({"x": 8}, 1)
+    own = ctx.checkpoint.load(again)
     return state["x"], found.step, read, again["x"], own.step
 
 
@@ -168,10 +168,10 @@ def test_a_source_that_is_not_there(ranks: Ranks, tmp_path: Path) -> None:
 
     def work(checkpoint: CheckpointContext, _: int) -> str:
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.load_ddp({"x": 1}, source=tmp_path / "gone")
-        checkpoint.save_ddp({"x": 2}, 1)
+            checkpoint.load({"x": 1}, source=tmp_path / "gone")
+        saved(checkpoint, {"x": 2}, 1)
         state = {"x": 0}
-        checkpoint.load_ddp(state, source=tmp_path / "gone")
+        checkpoint.load(state, source=tmp_path / "gone")
         assert state["x"] == 2
         return str(raised.value)
 

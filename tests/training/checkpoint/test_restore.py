@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.context import CheckpointContext
-from tests.training.checkpoint.ddprig import Ranks
+from tests.training.checkpoint.ddprig import Ranks, saved
 from tests.training.checkpoint.rig import Job, checkpoints, committed
 
 Start = Callable[..., Job]
@@ -266,7 +266,7 @@ def test_a_pinned_one_is_not_deleted(ranks: Ranks) -> None:
     """As with ``elaunch checkpoints rm``: it has to be unpinned first."""
 
     def work(checkpoint: CheckpointContext, _: int) -> Any:
-        names = [checkpoint.save_ddp({"x": 1}, step).name for step in (1, 2)]
+        names = [saved(checkpoint, {"x": 1}, step).name for step in (1, 2)]
         checkpoint.pin(names[0])
         with pytest.raises(CheckpointError, match=f"{names[0]} stays: it is pinned; unpin"):
             checkpoint.delete(names[0])

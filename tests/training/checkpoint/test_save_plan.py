@@ -130,7 +130,6 @@ def sent_bytes(ctx: Any) -> Any:
         total(lambda: ctx.checkpoint.load(staged, uuid=newest.uuid)),
         total(lambda: ctx.checkpoint.save(state, 3)),
         total(lambda: ctx.checkpoint.save(staged, 4)),
-        total(lambda: ctx.checkpoint.save_ddp(state, 5)),
         total(lambda: ctx.checkpoint.check_same(state)),
     ]
 

@@ -41,8 +41,6 @@ CALLS: dict[str, Callable[[CheckpointContext], Any]] = {
     "latest": lambda checkpoint: checkpoint.latest(),
     "save": lambda checkpoint: checkpoint.save({"x": 1}, 10),
     "load": lambda checkpoint: checkpoint.load({"x": 0}),
-    "save_ddp": lambda checkpoint: checkpoint.save_ddp({"x": 1}, 20),
-    "load_ddp": lambda checkpoint: checkpoint.load_ddp({"x": 0}),
     "store_path": block,
     "restore_path": read,
     "stage_path": lambda checkpoint: checkpoint.stage_path(40),
@@ -54,7 +52,7 @@ CALLS: dict[str, Callable[[CheckpointContext], Any]] = {
     "get_metadata": lambda checkpoint: checkpoint.get_metadata(FIRST),
     "pin": lambda checkpoint: checkpoint.pin(FIRST),
     "unpin": lambda checkpoint: checkpoint.unpin(FIRST),
-    "quarantine": lambda checkpoint: checkpoint.quarantine("step-00000020.r0", "for a test"),
+    "quarantine": lambda checkpoint: checkpoint.quarantine("step-00000030.r0", "for a test"),
     "delete": lambda checkpoint: checkpoint.delete(FIRST),
     "close": lambda checkpoint: checkpoint.close(),
 }

@@ -22,7 +22,7 @@ from elaunch.training.launch import read
 from tests.checkpoint import makers
 from tests.opens import opened_below
 from tests.training.checkpoint.agentrig import SavingAgent
-from tests.training.checkpoint.ddprig import Ranks
+from tests.training.checkpoint.ddprig import Ranks, saved
 from tests.training.checkpoint.rig import Job, checkpoints, stages
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -162,15 +162,15 @@ def test_an_error_at_the_first_use_does_not_keep_the_lock(ranks: Ranks) -> None:
     (ranks.place / ".stage").touch()  # in the way of a directory
 
     def work(checkpoint: CheckpointContext, rank: int) -> Any:
-        first = [tried(lambda: checkpoint.save_ddp({"x": 1}, 1)) for _ in range(2)]
+        first = [tried(lambda: saved(checkpoint, {"x": 1}, 1)) for _ in range(2)]
         if rank == 0:
             open_storage(ranks.place).lock().close()
             (ranks.place / ".stage").unlink()
-        return first, checkpoint.save_ddp({"x": 1}, 1).name
+        return first, saved(checkpoint, {"x": 1}, 1).name
 
-    for first, saved in ranks.run(2, work).all():
+    for first, name in ranks.run(2, work).all():
         assert all("it is no directory" in text for text in first), first
-        assert saved == "step-00000001.r0"
+        assert name == "step-00000001.r0"
 
 
 def test_the_directory_of_another_run_is_not_locked(ranks: Ranks) -> None:
@@ -178,7 +178,7 @@ def test_the_directory_of_another_run_is_not_locked(ranks: Ranks) -> None:
     open_storage(ranks.place).prepare("another", given=True)
 
     def work(checkpoint: CheckpointContext, _: int) -> None:
-        assert "belongs to run 'another'" in tried(lambda: checkpoint.save_ddp({"x": 1}, 1))
+        assert "belongs to run 'another'" in tried(lambda: saved(checkpoint, {"x": 1}, 1))
         open_storage(ranks.place).lock().close()
 
     ranks.run(1, work).all()
@@ -188,7 +188,7 @@ def test_any_rank_may_ask_for_the_latest_alone(ranks: Ranks) -> None:
     """It was found when the job began: whole, and complete though its writer had died."""
     assert ranks.run(2, lambda checkpoint, _: checkpoint.latest()).all() == [None, None]
     assert not ranks.place.exists()
-    ranks.run(2, lambda checkpoint, _: [checkpoint.save_ddp({"x": 1}, at) for at in (1, 2)]).all()
+    ranks.run(2, lambda checkpoint, _: [saved(checkpoint, {"x": 1}, at) for at in (1, 2)]).all()
     storage, stage = open_storage(ranks.place), Stage(3, 0, uuid.uuid4().hex)
     storage.write_shard(
         stage, ShardHeader(0, 1, "job", {"steps_completed": 3}), [Image("x", [b"x"])]
@@ -215,7 +215,7 @@ def test_a_damaged_one_where_nothing_can_be_written(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It cannot be put aside; the one before is read all the same."""
-    ranks.run(2, lambda checkpoint, _: [checkpoint.save_ddp({"x": at}, at) for at in (1, 2)]).all()
+    ranks.run(2, lambda checkpoint, _: [saved(checkpoint, {"x": at}, at) for at in (1, 2)]).all()
     path = ranks.place / "step-00000002.r0" / "state.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
@@ -226,7 +226,7 @@ def test_a_damaged_one_where_nothing_can_be_written(
 
     def work(checkpoint: CheckpointContext, _: int) -> Any:
         state = {"x": 0}
-        found = checkpoint.load_ddp(state)
+        found = checkpoint.load(state)
         return found and found.step, state["x"]
 
     assert ranks.run(2, work).all() == [(1, 1), (1, 1)]

@@ -13,7 +13,6 @@ no other block. A file with one checksum for the whole is read as a whole when i
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -169,6 +168,12 @@ class Source:
     def is_open(self) -> bool:
         """Whether files that are not in memory can be read."""
         return self.path is not None or self._ranges is not None
+
+    def has_file(self, name: str) -> bool:
+        """Tell whether a file is there, which is in no memory."""
+        if self._ranges is not None:
+            return name in self._ranges.sizes
+        return self.path is not None and (self.path / name).is_file()
 
     def lacks(self, names: Iterable[str]) -> bool:
         """Tell whether some of these files are not in memory."""
@@ -348,37 +353,3 @@ def recall(
             call.known.unrecalled.add(found.uuid)
         return {}
     return {name: view for files in held.values() for name, view in files.items()}
-
-
-class SourceFile(io.RawIOBase):
-    """A file of a :class:`Source` as Python's files are, for what reads no other."""
-
-    def __init__(self, source: Source, name: str) -> None:
-        self._source = source
-        self._name = name
-        self._at = 0
-        self._size = source.size(name)
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the file goes; raises as :meth:`Source.read_into`."""
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
-        self._source.read_into(self._name, self._at, view)
-        self._at += view.nbytes
-        return view.nbytes
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to another place of the file."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the place in the file."""
-        return self._at

@@ -208,7 +208,7 @@ def flatten(state: Mapping[str, Any], rank: int, stored: Stored | None = None) -
     Raises:
         CheckpointError: names what cannot be saved, and says what to do.
     """
-    kinds.refuse_no_dict(state, names=True)
+    kinds.refuse_no_dict(state)
     walk = _Walk(rank, stored)
     # Before the walk: an optimizer may come before its module.
     walk.modules = [

@@ -49,9 +49,9 @@ def parts(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
         yield from parts(member, (*path, key))
 
 
-def refuse_no_dict(state: object, names: bool = False) -> None:
-    """Raise CheckpointError unless a state is a dict; with ``names`` of keys that are strings."""
-    if not isinstance(state, Mapping) or (names and not all(isinstance(key, str) for key in state)):
+def refuse_no_dict(state: object) -> None:
+    """Raise CheckpointError unless a state is a dict whose keys are strings."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(
             'the state is a dict with names as keys, as in {"model": model, "step": step}; '
             f"this is {type(state).__name__}"
@@ -130,8 +130,3 @@ def holds_objects(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> boo
         isinstance(part, PerRank | nn.Module | torch.optim.Optimizer) or is_stateful(part)
         for _, part in islice(parts(value), 1, None)
     )
-
-
-def holds_tensors(value: object) -> bool:
-    """Tell whether a value is a tensor, or has one somewhere in its dicts, lists and tuples."""
-    return any(isinstance(part, torch.Tensor) for _, part in parts(value))

@@ -43,13 +43,11 @@ class Obstacle:
     Attributes:
         what: the reason, as in "it is a nested tensor".
         instead: what to save in its place, or how to make it a tensor that can be saved.
-        in_file: one file of torch.save can hold it all the same.
         remedy: ``instead`` makes it one that can be loaded into, too.
     """
 
     what: str
     instead: str
-    in_file: bool = False
     remedy: bool = False
 
 
@@ -126,19 +124,16 @@ def _odd_kind(tensor: torch.Tensor) -> Obstacle | None:
         return Obstacle(
             f"it is quantised ({tensor.dtype})",
             "save value.int_repr(), scale and zero point by themselves",
-            in_file=True,
         )
     if hasattr(tensor, "__tensor_flatten__"):
         return Obstacle(
             f"it is a {type(tensor).__name__}, made of other tensors",
             "save those by themselves",
-            in_file=True,
         )
     if not _has_memory(tensor):
         return Obstacle(
             f"it is a {type(tensor).__name__}, which has no memory of its own",
             "save the tensors that it is made of by themselves",
-            in_file=True,
         )
     if not _is_writable(tensor.dtype):
         return Obstacle(

@@ -18,9 +18,7 @@ from elaunch.checkpoint.manifests import FileEntry, encode_checked
 from elaunch.checkpoint.records import ShardHeader, Stage
 from elaunch.checkpoint.storage.checksums import BLOCK, checksum_of
 from elaunch.errors import DamageError
-from elaunch.training.checkpoint.context import CheckpointContext
-from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source, SourceFile
-from tests.training.checkpoint.ddprig import Ranks
+from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from tests.training.checkpoint.groups import Raised, in_group
 from tests.training.checkpoint.models import bits, plain
 
@@ -130,17 +128,6 @@ def test_a_damaged_manifest(tmp_path: Path, content: bytes) -> None:
     source.path = tmp_path
     with pytest.raises(DamageError, match=r"manifest\.rank-00000\.json is not valid JSON"):
         source.read("file", 0, 1)
-    source.close()
-
-
-def test_as_a_file(tmp_path: Path, content: bytes) -> None:
-    """As Python's own are."""
-    source = Source("here", tmp_path)
-    source.path = tmp_path
-    file = SourceFile(source, "file")
-    assert file.seek(-5, os.SEEK_END) == SIZE - 5 and file.read() == content[-5:]
-    assert file.seek(10) == 10 and file.read(7) == content[10:17] and file.tell() == 17
-    assert file.seek(SIZE + 1) and file.read(1) == b""
     source.close()
 
 
@@ -286,21 +273,3 @@ def test_another_number_of_ranks_asks_for_what_it_reads(tmp_path: Path) -> None:
     first, second = said
     assert second[0] == second[1] == first[1], (first, second)
     assert first[0] == sorted({0, *first[1]})
-
-
-@pytest.mark.parametrize("mode", ["all", "broadcast", "sequential"])
-def test_one_file_for_all_ranks(ranks: Ranks, mode: Any) -> None:
-    """Is looked at as well."""
-
-    def work(checkpoint: CheckpointContext, rank: int) -> Any:
-        found = [checkpoint.save_ddp({"big": torch.full((50_000,), step)}, step) for step in (1, 2)]
-        if rank == 0:
-            path = Path(found[1].place, "state.pt")
-            flip(path, path.stat().st_size // 2)
-        checkpoint._session.distributed.barrier()
-        own = {"big": torch.zeros(50_000, dtype=torch.int64)}
-        taken = checkpoint.load_ddp(own, mode=mode)
-        assert taken is not None
-        return taken.step, own["big"].unique().tolist(), len(checkpoint.list())
-
-    assert ranks.run(2, work).all() == [(1, [1], 1)] * 2
