@@ -98,12 +98,7 @@ def remove_mark(place: Path, nonce: str) -> None:
 
 def unseen(place: Path, nonces: Collection[str], patience: float = SEEN_S) -> frozenset[str]:
     """Return which of these files are not there, after ``patience`` seconds of looking."""
-    return unseen_in(place / layout.PROBE, nonces, patience)
-
-
-def unseen_in(directory: Path, names: Collection[str], patience: float) -> frozenset[str]:
-    """Return which of these files are not seen in a directory, after ``patience`` seconds."""
-    missing = frozenset(names)
+    directory, missing = place / layout.PROBE, frozenset(nonces)
     until, never = time.monotonic() + patience, threading.Event()
     while missing:
         missing -= _names(directory)

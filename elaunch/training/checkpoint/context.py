@@ -154,15 +154,13 @@ class CheckpointContext(Renamed):
         keep: Keep | int | None = None,
         timeout: float | None = None,
     ) -> Committed:
-        """Make a checkpoint of what another writer has written, and return it.
+        """Make a checkpoint of what another writer has written to :meth:`stage_path`; return it.
 
-        ALL ranks call it together, when all have written. ``path`` is a directory (that of
-        :meth:`stage_path`, or any other) or a file; ranks may give different ones. Files on the
-        same disk are not copied. After the commit they are in the checkpoint only; after an error
-        they are where they were, but for those below ``stage_path()``, which are gone.
+        ALL ranks call it together, when all have written.
 
         Raises:
-            SaveError: nothing was committed.
+            SaveError: nothing was committed, and what was written is gone.
+            ContextError: ``path`` is another one.
         """
         call = self._session.together(timeout)
         request = at_step(step, metadata, keep, timeout, "commit")

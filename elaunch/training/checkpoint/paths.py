@@ -13,27 +13,16 @@ True           all ranks enter. Each gets a directory of its own, so that nobody
 The same file with the same content from several ranks is one file. With different content, or a
 file where another rank has a directory, nothing is committed (elaunch.checkpoint.assemble).
 
-``stage_path`` and ``commit`` are for files that other people's code writes. They are linked into
-the stage, or copied where the disks differ. Where they were written they are removed when the
-checkpoint is committed, and not before. A file that cannot be removed is copied: a later write to
-it would change the checkpoint. Of a symbolic link the link alone is removed. Ranks that give the
-same directory, and see the same there, have one shard together: the lowest of them lists it.
+``stage_path`` and ``commit`` are for files that other people's code writes: it gets the stage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
-from elaunch.checkpoint.layout import TEMPORARY
-from elaunch.checkpoint.probe import unseen_in
-from elaunch.checkpoint.storage.durable import list_files
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, CollectiveError, ContextError, SaveError
 from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
@@ -55,11 +44,6 @@ from elaunch.training.checkpoint.collective import (
 )
 from elaunch.training.checkpoint.together import agree, problem_text, together
 
-log = logging.getLogger("elaunch")
-
-SEEN_S: Final = 1.0
-"""Seconds until an entry that another node made is seen in a directory that both share."""
-
 
 def open_path(call: CallContext, request: SaveRequest) -> Path:
     """Begin a save and return the directory that all ranks that share it write to."""
@@ -71,28 +55,21 @@ def open_path(call: CallContext, request: SaveRequest) -> Path:
 
 
 def commit_path(call: CallContext, path: str | os.PathLike[str], request: SaveRequest) -> Committed:
-    """Commit what lies at ``path``. ALL ranks call it together.
+    """Commit the stage that others' code has written to. ALL ranks call it together.
 
-    Raises SaveError, on all ranks, and leaves the files where they are.
+    Raises SaveError, on all ranks; ContextError for a path that is not :func:`open_path`'s.
     """
     with together(call.distributed, request.what, request.timeout, everyone=True) as step:
         check_request(request)
-        source = Path(path).absolute()
-        stage = call.known.staged.get(str(source))
-        step.sent = (stage, request.step)
-    kinds = step.received
-    check_steps(request.what, [number for _, number in kinds])
-    if any(kind != kinds[0][0] for kind, _ in kinds):
-        raise SaveError(
-            f"{request.what}: some ranks give the path of stage_path() and others another one"
-        )
-    if stage is not None:
-        return _commit_staged(call, source, stage, request)
-    return _commit_other(call, source, request)
-
-
-def _commit_staged(call: CallContext, root: Path, stage: Stage, request: SaveRequest) -> Committed:
-    """Commit a stage into which the script has written itself."""
+        root = Path(path).absolute()
+        stage = call.known.staged.get(str(root))
+        if stage is None:
+            raise ContextError(
+                f"{root} is no path of stage_path() that waits for its commit: have files written "
+                "there, or write them in the block of store_path()"
+            )
+        step.sent = request.step
+    check_steps(request.what, step.received)
     if stage.step != request.step:
         raise SaveError(f"{root} was opened for step {stage.step}, not for {request.step}")
     lists = call.rank == 0
@@ -108,107 +85,6 @@ def _commit_staged(call: CallContext, root: Path, stage: Stage, request: SaveReq
 
     call.known.staged.pop(str(root))
     return finish(call, request, stage, write)
-
-
-def _commit_other(call: CallContext, source: Path, request: SaveRequest) -> Committed:
-    leads = _leads(call, source, request)
-    stage = begin(call, request)
-
-    def write() -> bytes:
-        files: list[str] = []
-        own = call.storage.open_stage(stage, call.rank)
-        if leads:
-            files = _link(source, own)
-        return call.storage.write_manifest(stage, header_of(call, request), files, below=own)
-
-    committed = finish(call, request, stage, write)
-    # A rank that writes to the same path again must not meet its removal.
-    with together(call.distributed, f"{called(request, stage)}, tidying up", request.timeout):
-        if leads:
-            _remove(source)
-    return committed
-
-
-def _link(source: Path, own: Path) -> list[str]:
-    """Put what is at ``source`` into this rank's directory of the stage, and return what it is."""
-    put = shutil.copyfile if source.is_symlink() else _link_file
-    if not source.is_dir():
-        put(source, own / source.name)
-        return [source.name]
-    if own.resolve().is_relative_to(source.resolve()):
-        raise SaveError(
-            f"{source} holds the directory in which checkpoints are kept: commit what one save has "
-            "written, in a directory of its own"
-        )
-    files = list_files(source, staged=False)
-    for path in files:
-        (own / path).parent.mkdir(parents=True, exist_ok=True)
-        put(source / path, own / path)
-    return files
-
-
-def _link_file(source: Path, target: Path) -> None:
-    """Put a file there too, without a copy if the disk can and the file can be removed here."""
-    if os.access(source.parent, os.W_OK | os.X_OK):
-        with contextlib.suppress(OSError):
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)
-
-
-def _leads(call: CallContext, source: Path, request: SaveRequest) -> bool:
-    """Return whether this rank lists the files at ``source``: the lowest of those who see the same.
-
-    Ranks with one path see the same if they find what the lowest of them has put there. A rank
-    that finds nothing there has nothing to list.
-    """
-    what = f"{request.what}, looking at what was written"
-    with together(call.distributed, what, request.timeout, everyone=True) as step:
-        step.sent = mine = (str(source), source.exists(), uuid.uuid4().hex)
-    found = step.received
-    if not any(exists for _, exists, _ in found):
-        raise SaveError(f"{request.what}: nothing is at {found[0][0]}, on no rank")
-    first = next((rank for rank, each in enumerate(found) if each[:2] == (mine[0], True)), None)
-    mark, left, sees = None, False, False
-    try:
-        with together(call.distributed, what, request.timeout, everyone=True) as step:
-            if first is not None:
-                above = source if source.is_dir() else source.parent
-                mark = above / f"{TEMPORARY}{found[first][2]}"
-            step.sent = left = mark is not None and first == call.rank and _left(mark)
-        marked = any(step.received)
-        with together(call.distributed, what, request.timeout, everyone=True) as step:
-            sees = marked and mark is not None and mine[1] and _sees(mark)
-            step.sent = view = (mine[0], call.distributed.cross_rank, mine[1], sees)
-        views = step.received
-    finally:
-        if mark is not None and left:
-            mark.unlink(missing_ok=True)
-    leader = first if sees else views.index(view)
-    return mine[1] and leader == call.rank
-
-
-def _left(mark: Path) -> bool:
-    """Put a mark, if that can be: else ranks of one node see the same, and of others do not."""
-    try:
-        mark.touch()
-    except OSError as error:
-        log.debug("no mark can be left at %s: %s", mark, error)
-        return False
-    return True
-
-
-def _sees(mark: Path) -> bool:
-    return not unseen_in(mark.parent, {mark.name}, SEEN_S)
-
-
-def _remove(source: Path) -> None:
-    """Remove what was committed from where it was; a copy of it stays if that cannot be."""
-    if source.is_dir() and not source.is_symlink():
-        shutil.rmtree(source, ignore_errors=True)
-        return
-    with contextlib.suppress(OSError):
-        source.unlink()
 
 
 def refuse_unless_chief(rank: int) -> None:

@@ -81,11 +81,11 @@ def actions(ctx: elaunch.Context) -> dict[str, Callable[[str], None]]:
 
     def late(value: str) -> None:
         step = int(value)
-        own = ctx.checkpoint.directory.parent / f"own-{rank}"
-        own.mkdir()
+        own = ctx.checkpoint.stage_path(step)
         file = os.open(own / f"part-{rank}.bin", os.O_WRONLY | os.O_CREAT)
         os.write(file, content(step, rank, 100))
         metadata = {"size": 100}
+        ctx.distributed.barrier()
         committed = ctx.checkpoint.commit(own, step, metadata)
         pid = os.fork()
         if pid == 0:

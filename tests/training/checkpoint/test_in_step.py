@@ -117,11 +117,10 @@ def test_no_memory_to_receive(tmp_path: Path, name: str) -> None:
     assert ": rank 1 (" in after and " has no memory" in after, after
 
 
-def wrong_on_one_rank(ctx: Any, directory: Path) -> Any:
+def wrong_on_one_rank(ctx: Any) -> Any:
     """Give on rank 1 what means nothing, in one call after the other."""
     rank, ck = ctx.distributed.rank, ctx.checkpoint
-    state, one = {"x": 1}, ck.save({"x": 1}, 1)
-    directory.mkdir(exist_ok=True)
+    state, one, directory = {"x": 1}, ck.save({"x": 1}, 1), ck.stage_path(2)
 
     def given(right: Any, wrong: Any) -> Any:
         return wrong if rank == 1 else right
@@ -151,7 +150,7 @@ def wrong_on_one_rank(ctx: Any, directory: Path) -> Any:
 @pytest.mark.ranks
 def test_what_is_wrong_on_one_rank(tmp_path: Path) -> None:
     """Every call raises the same on both ranks, and names rank 1; the next call works."""
-    said = in_group(wrong_on_one_rank, 2, tmp_path, tmp_path / "files")
+    said = in_group(wrong_on_one_rank, 2, tmp_path)
     assert said[0] == said[1] and not isinstance(said[0], Raised), said
     told, steps = said[0]
     assert steps == [1] and [after for _, after in told] == [[0, 1]] * len(told)
