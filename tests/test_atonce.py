@@ -6,15 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elaunch import atonce
-from elaunch.atonce import ENOUGH, Pace, at_once, start, within
-from elaunch.checkpoint.manifests import FileEntry
+from elaunch.atonce import NICER, Writing, at_once, start, within
 from elaunch.checkpoint.storage import durable
 
 ROOT = Path(__file__).parents[3]
@@ -68,96 +65,39 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def led(own: Pace, steps: Iterator[int]) -> None:
-    """Do the steps as the work of a part is done; raise what they raise."""
-    errors: list[BaseException] = []
+def test_a_thread_behind_the_training() -> None:
+    """And those that it starts."""
+    seen: list[int] = []
 
     def work() -> None:
-        try:
-            own.run(steps)
-        except OSError as error:
-            errors.append(error)
-
-    own.supervise(work)
-    if errors:
-        raise errors[0]
-
-
-def steps(count: int, size: int, seconds: float, seen: list[int]) -> Iterator[int]:
-    """Yield steps that take a while each; note each one's priority."""
-    for _ in range(count):
-        threading.Event().wait(seconds)
         seen.append(niceness())
-        yield size
+        at_once([lambda: seen.append(niceness())] * 2, 2, "test")
+        done.set()
+
+    done = threading.Event()
+    start("test", work, behind=True)
+    assert done.wait(60)
+    assert seen == [niceness() + NICER] * 3
 
 
-def test_fast_steps_stand_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atonce, "LOOK_S", 0.02)
-    seen: list[int] = []
-    own = Pace()
-    led(own, steps(20, 100 * ENOUGH, 0.005, seen))
-    assert len(seen) == 20 and min(seen) > niceness() and not own.hurries
+def test_a_write_notes_each_of_its_steps() -> None:
+    own = Writing()
+    began, own.moved = own.moved, 0.0
+    own.follow(iter([1, 2]))
+    assert own.moved >= began
 
 
-def test_slow_steps_get_the_priority_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are left, and all of what is done after them; nothing is done twice."""
-    monkeypatch.setattr(atonce, "LOOK_S", 0.02)
-    seen: list[int] = []
-    own, usual = Pace(), niceness()
-    led(own, steps(20, 1, 0.005, seen))
-    assert own.hurries and len(seen) == 20
-    behind = [nice for nice in seen if nice > usual]
-    assert 0 < len(behind) < 20 and seen == [*behind, *[usual] * (20 - len(behind))]
-    seen.clear()
-    led(own, steps(3, 1, 0.0, seen))
-    assert seen == [usual] * 3
-    assert niceness() == usual
-
-
-@pytest.mark.parametrize("at", [1, 15])
-def test_what_a_step_raises(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """At low priority and at normal."""
-    monkeypatch.setattr(atonce, "LOOK_S", 0.02)
-
-    def broken() -> Iterator[int]:
-        for number, size in enumerate(steps(20, 1, 0.005, [])):
-            if number == at:
-                raise OSError("the disk is full")
-            yield size
-
-    with pytest.raises(OSError, match="the disk is full"):
-        led(Pace(), broken())
-
-
-def test_a_file_is_the_same_at_every_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut into steps of any size, its bytes and its checksum are those of one call."""
+def test_a_file_is_the_same_in_steps_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes and its checksum are those of one call."""
     pieces = [os.urandom(size) for size in (0, 1, 5 << 20, 3, 1 << 20)] + [b"ab"] * 2000
     plain = durable.write_file(tmp_path, "plain", pieces)
-    monkeypatch.setattr(atonce, "LOOK_S", 0.0)
-    monkeypatch.setattr(atonce, "ENOUGH", 1 << 60)
     for number, step in enumerate((1 << 23, 1 << 16)):
         monkeypatch.setattr(durable, "STEP", step)
-        own = Pace()
-        write = partial(durable.write_file, tmp_path, f"paced{number}", pieces, own)
-        entries: list[FileEntry] = []
-        own.supervise(lambda write=write, entries=entries: entries.append(write()))  # type: ignore[misc]
-        (made,) = entries
+        made = durable.write_file(tmp_path, f"cut{number}", pieces, Writing())
         assert (made.size, made.checksum) == (plain.size, plain.checksum)
-        assert (tmp_path / f"paced{number}").read_bytes() == b"".join(pieces)
-        assert own.hurries
-
-
-def test_slow_steps_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are done all the same, each once."""
-
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(atonce, "LOOK_S", 0.02)
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    seen: list[int] = []
-    led(Pace(), steps(20, 1, 0.005, seen))
-    assert seen == [niceness()] * 20
+        assert (tmp_path / f"cut{number}").read_bytes() == b"".join(pieces)
 
 
 def test_where_no_thread_can_be_started_the_work_is_done_here(

@@ -87,7 +87,6 @@ BROAD_EXCEPTS: dict[str, str] = {
     "elaunch.atonce:_run": "top of a thread: raised again in the one that has asked",
     "elaunch.checkpoint.storage.objects:Objects._at": "whatever a storage's driver raises "
     "is an OSError",
-    "elaunch.atonce:Pace._rest": "top of a thread: raised in the one that waits for it",
     "elaunch.rendezvous.coordinator:Coordinator._find": "top of a thread: the job ends with it",
     "elaunch.rendezvous.meeting:Meeting._run": "top of a thread: ends this agent, and is told",
     "elaunch.agent.status.views:NodeViews._serve": "logged; the command gets no answer",

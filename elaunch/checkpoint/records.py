@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from elaunch.atonce import Pace
+from elaunch.atonce import Writing
 from elaunch.checkpoint import layout
 from elaunch.errors import CheckpointError
 
@@ -152,13 +152,13 @@ class ShardHeader:
 class Image:
     """A file to be written: ``path`` below the stage, and its bytes, piece after piece.
 
-    The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``pace`` is for
-    an image that is written beside a training.
+    The pieces may lie in a tensor's or in an agent's memory: nothing copies them. ``beside`` is
+    for an image that is written beside a training.
     """
 
     path: str
     pieces: Sequence[memoryview | bytes]
-    pace: Pace | None = field(default=None, compare=False)
+    beside: Writing | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:

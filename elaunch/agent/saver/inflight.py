@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elaunch import text
-from elaunch.atonce import Pace
+from elaunch.atonce import Writing
 from elaunch.checkpoint.ownership import NOT_THE_ONE
 from elaunch.checkpoint.records import Committed, Stage
 from elaunch.errors import SaveError
@@ -68,7 +68,7 @@ class Save:
     began: float
     shards: dict[int, StagedShard] = field(default_factory=dict)
     commits: bool = False
-    writing: dict[int, Pace] = field(default_factory=dict)
+    writing: dict[int, Writing] = field(default_factory=dict)
     reported: dict[int, float] = field(default_factory=dict)
     manifests: dict[int, bytes] = field(default_factory=dict)
     committing: bool = False
@@ -100,7 +100,7 @@ class Save:
 
     def stuck(self, now: float) -> str:
         """Return the text about storage that hangs, judged at ``now``; or ""."""
-        late = [r for r, pace in self.writing.items() if now - pace.moved > WRITE_DEADLINE_S]
+        late = [r for r, one in self.writing.items() if now - one.moved > WRITE_DEADLINE_S]
         if not late:
             return ""
         return (

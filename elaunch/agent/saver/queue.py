@@ -37,7 +37,7 @@ from elaunch.agent.patience import repeatedly
 from elaunch.agent.saver import inflight
 from elaunch.agent.saver.commitrules import CommitRules
 from elaunch.agent.saver.inflight import Save, SavesInFlight
-from elaunch.atonce import Pace, start
+from elaunch.atonce import Writing, start
 from elaunch.checkpoint.records import Committed, Image, Location, Stage
 from elaunch.checkpoint.storage.files import refusal
 from elaunch.checkpoint.storage.storage import Storage
@@ -107,12 +107,10 @@ class SaveQueue:
             save.world_size = shard.header.world_size
             save.done = False  # it may have been done here, but for the copy
             save.commits = self._rules.commits(save.first_shard())
-            save.writing[rank] = Pace()
+            save.writing[rank] = Writing()
             saves.drop_if_hopeless(save)
         name = f"checkpoint {shard.stage.step} rank {rank}"
-        work = partial(self._write, save, shard, memory)
-        supervise = save.writing[rank].supervise
-        return partial(start, name, supervise, work)
+        return partial(_start, name, self._write, save, shard, memory)
 
     def abandon(self, rank: int, stage: Stage | None = None) -> None:
         """Note that ``rank`` stages nothing of the save that it has begun.
@@ -298,11 +296,11 @@ class SaveQueue:
     def _write(self, save: Save, shard: StagedShard, memory: memoryview) -> None:
         """Write one shard, and commit if it was the last."""
         rank, problem, manifest = shard.header.rank, "", b""
-        pace = save.writing[rank]
-        with self._reporting(shard, pace):
+        writing = save.writing[rank]
+        with self._reporting(shard, writing):
             try:
                 try:
-                    manifest = self._write_shard(shard, memory, pace)
+                    manifest = self._write_shard(shard, memory, writing)
                 finally:
                     self._rules.released(shard)
                 with self._changed:  # before it is sent: a round may begin meanwhile
@@ -335,11 +333,11 @@ class SaveQueue:
         """Whether an own rank has yet to stage its shard."""
         return not save.adopted and bool(save.missing(self._rules.own_ranks()))
 
-    def _reporting(self, shard: StagedShard, pace: Pace) -> AbstractContextManager[None]:
+    def _reporting(self, shard: StagedShard, writing: Writing) -> AbstractContextManager[None]:
         """Report every REPORT_S to the nodes that commit that the shard is being written."""
 
         def report() -> None:
-            if time.monotonic() - pace.moved > inflight.WRITE_DEADLINE_S:
+            if time.monotonic() - writing.moved > inflight.WRITE_DEADLINE_S:
                 return
             try:
                 self._rules.writing(shard)
@@ -350,9 +348,9 @@ class SaveQueue:
         alone = shard.header.copied or shard.header.world_size <= len(self._rules.own_ranks())
         return nullcontext() if alone else repeatedly(report, REPORT_S, REPORT_S)
 
-    def _write_shard(self, shard: StagedShard, memory: memoryview, pace: Pace) -> bytes:
+    def _write_shard(self, shard: StagedShard, memory: memoryview, beside: Writing) -> bytes:
         images = [
-            Image(path, [memory[at : at + size] for at, size in extents], pace)
+            Image(path, [memory[at : at + size] for at, size in extents], beside)
             for path, extents in shard.images
         ]
         try:

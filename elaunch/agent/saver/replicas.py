@@ -32,14 +32,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from elaunch.agent.peers.directory import GATHERED
 from elaunch.agent.saver.memory import CheckpointMemory, Segment
 from elaunch.agent.saver.queue import SaveQueue, error_text
-from elaunch.atonce import Pace, start
+from elaunch.atonce import Writing, start
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import decode
 from elaunch.checkpoint.records import Stage
@@ -156,19 +155,17 @@ class Replicas:
 
     def _start(self, replica: _Replica, target: Path | None, until: float = math.inf) -> None:
         name = f"copy of rank {replica[0].header.rank}"
-        pace = Pace()
-        work = partial(self._write, replica, target, until, pace)
-        start(name, pace.supervise, work)
+        start(name, self._write, replica, target, until, behind=True)
 
-    def _write(self, replica: _Replica, target: Path | None, until: float, pace: Pace) -> None:
+    def _write(self, replica: _Replica, target: Path | None, until: float) -> None:
         """Put a replica into the checkpoint at ``target``, or into its stage before ``until``."""
         shard, segment = replica
         try:
             if target is None:
-                self._complete_stage(shard, segment.view, until, pace)
+                self._complete_stage(shard, segment.view, until)
             else:
                 content = read_limited(target / layout.manifest_name(shard.header.rank), JSON_LIMIT)
-                self._put(target, content, shard, segment.view, pace=pace)
+                self._put(target, content, shard, segment.view)
         except (CheckpointError, OSError) as error:
             if target is not None and not target.is_dir():
                 log.debug("%s went before its copy was written", shard.stage.final)
@@ -183,16 +180,14 @@ class Replicas:
                 self._writing.remove(replica)
                 self._changed.notify_all()
 
-    def _complete_stage(
-        self, shard: StagedShard, memory: memoryview, until: float, pace: Pace
-    ) -> None:
+    def _complete_stage(self, shard: StagedShard, memory: memoryview, until: float) -> None:
         """Put the replica into a stage that no thread works on, with the manifest of its rank."""
         stage, rank = shard.stage, shard.header.rank
         path = self._root / layout.STAGE / stage.name
         manifest = self._queue.idle_manifest(stage, rank)
         if manifest is None or not path.is_dir():
             return
-        self._put(path, manifest, shard, memory, until, pace=pace)
+        self._put(path, manifest, shard, memory, until)
         if rank not in self._storage.manifests(stage):
             self._storage.adopt(stage, {rank: manifest})
 
@@ -203,8 +198,6 @@ class Replicas:
         shard: StagedShard,
         memory: memoryview,
         until: float = math.inf,
-        *,
-        pace: Pace,
     ) -> None:
         """Put those files into ``target`` that the manifest of the shard's rank lists."""
         wanted = {entry.path: entry for entry in decode(manifest, shard.header.rank).files}
@@ -215,7 +208,7 @@ class Replicas:
         with self._scratch() as scratch:
             for number, path in enumerate(lacking):
                 pieces = [memory[at : at + size] for at, size in extents[path]]
-                made, entry = write_file(scratch, str(number), pieces, pace), wanted[path]
+                made, entry = write_file(scratch, str(number), pieces, Writing()), wanted[path]
                 if (made.size, made.checksum) != (entry.size, entry.checksum):
                     raise CheckpointError(f"{path} is not what its rank has written")
             if time.monotonic() >= until:

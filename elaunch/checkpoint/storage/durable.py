@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from elaunch.atonce import STEP, Pace, at_once
+from elaunch.atonce import STEP, Writing, at_once
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.manifests import FileEntry
 from elaunch.checkpoint.storage.checksums import Checksum, add_all, begin
@@ -165,15 +165,15 @@ def write_file(
     directory: Path,
     relative: str,
     pieces: Iterable[Piece],
-    pace: Pace | None = None,
+    beside: Writing | None = None,
     *,
     like: str = "",
 ) -> FileEntry:
     """Write a file below ``directory``, whose parents are there, and return its entry.
 
     The checksum is computed of what is just about to be written, by the algorithm of ``like``, a
-    checksum, if there is one. What has a pace is written beside a training, and past the page cache
-    where the storage can do that.
+    checksum, if there is one. What is written ``beside`` a training goes past the page cache where
+    the storage can do that.
     """
     path = directory / relative
     total = begin(like)
@@ -182,8 +182,8 @@ def write_file(
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with naming(path):
-                write = _writer(descriptor, direct=pace is not None)
-                do_steps(_writes(write, plain_views(pieces), total), pace)
+                write = _writer(descriptor, direct=beside is not None)
+                do_steps(_writes(write, plain_views(pieces), total), beside)
                 os.fsync(descriptor)
             status = os.fstat(descriptor)
         finally:
@@ -301,13 +301,9 @@ def plain_views(pieces: Iterable[Piece]) -> Iterator[memoryview]:
             yield view.cast("B")
 
 
-def do_steps(steps: Iterator[int], pace: Pace | None) -> None:
-    """Do steps, which yield their bytes, at the pace of their shard, if it has one."""
-    if pace is not None:
-        pace.run(steps)
-    else:
-        for _ in steps:
-            pass
+def do_steps(steps: Iterator[int], beside: Writing | None) -> None:
+    """Do steps, which yield their bytes; note each one where they are ``beside`` a training."""
+    (beside or Writing()).follow(steps)
 
 
 def portions(views: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -126,7 +126,7 @@ class Objects:
             self._at(f"{path}/{image.path}") as (system, full),
             _with_parents(system, [full], lambda: system.open(full, "wb")) as file,
         ):
-            do_steps(steps(file), image.pace)
+            do_steps(steps(file), image.beside)
         return FileEntry(image.path, image.size, total.text())
 
     def upload(self, path: str, local: Path, files: Sequence[str]) -> None:

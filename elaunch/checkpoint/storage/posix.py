@@ -143,7 +143,8 @@ class PosixStorage:
             for relative in paths:
                 make_parents(path, relative)
             calls = [
-                partial(write_file, path, image.path, image.pieces, image.pace) for image in images
+                partial(write_file, path, image.path, image.pieces, image.beside)
+                for image in images
             ]
             files = at_once(calls, _WRITERS, "checkpoint")
             return self._put_manifest(path, stage, header, files)

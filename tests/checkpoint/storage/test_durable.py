@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.atonce import STEP, Pace
+from elaunch.atonce import STEP, Writing
 from elaunch.checkpoint.storage import durable
 from elaunch.checkpoint.storage.checksums import checksum_of
 from elaunch.errors import CheckpointError, SaveError
@@ -68,7 +68,9 @@ def test_whole_steps_go_past_the_page_cache(
 
     monkeypatch.setattr(os, "writev", noted)
     monkeypatch.setattr(fcntl, "fcntl", refused)
-    entry = durable.write_file(tmp_path, "a", [view[: 3 * STEP + 5], view[STEP : 2 * STEP]], Pace())
+    entry = durable.write_file(
+        tmp_path, "a", [view[: 3 * STEP + 5], view[STEP : 2 * STEP]], Writing()
+    )
     content = (tmp_path / "a").read_bytes()
     assert content == bytes(view[: 3 * STEP + 5]) + bytes(view[STEP : 2 * STEP])
     assert (entry.size, entry.checksum) == (len(content), checksum_of(tmp_path / "a"))
