@@ -18,6 +18,7 @@ _WHERE = {
     "KeyStore": "elaunch.training.stores.keystore",
     "PreemptContext": "elaunch.training.preempt.preempt",
     "TrainContext": "elaunch.training.train",
+    "read_metrics": "elaunch.training.metrics.reading",
     "CheckpointContext": "elaunch.training.checkpoint.context",
     "SaveHandle": "elaunch.training.checkpoint.handle",
     "Committed": "elaunch.checkpoint.records",

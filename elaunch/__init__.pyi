@@ -25,6 +25,7 @@ from elaunch.training.distributed import DistributedContext as DistributedContex
 from elaunch.training.launch import Info as Info
 from elaunch.training.launch import info as info
 from elaunch.training.launch import latest_checkpoint as latest_checkpoint
+from elaunch.training.metrics.reading import read_metrics as read_metrics
 from elaunch.training.preempt.preempt import PreemptContext as PreemptContext
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from elaunch.training.stores.keystore import KeyStore as KeyStore

@@ -38,6 +38,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         f"{TRAINING}.train:TrainContext",
         f"{TRAINING}.steps.loop:Steps",
         f"{TRAINING}.steps.step:Step",
+        f"{TRAINING}.metrics.reading:read_metrics",
     ),
     "Checkpoints: `ctx.checkpoint`": (
         f"{TRAINING}.checkpoint.context:CheckpointContext",

@@ -1,11 +1,9 @@
 """The files in the run directory: appended under a lock, so that a node's ranks share them.
 
 A batch is whole lines in one write. The half line of a killed writer is cut off by the next one.
-Rows that are superseded are first appended to their own file, then left out of ``metrics.jsonl``,
-which is replaced as a whole: a writer that dies between the two leaves them in both, which readers
-know (``reading``), never in none.
 
-A later round makes rows void. One that resumed from step R does every step beyond R again: rows of
+A later round makes rows void: it notes where it began, and readers leave them out (``reading``).
+One that resumed from step R does every step beyond R again: rows of
 earlier rounds beyond R are superseded. Where R is not known, it follows from the first report:
 
 * ``training`` at step s: the round goes on from before s; all rows from s on are superseded.
@@ -26,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from elaunch.runs.statedir import locked, replace_file
 
@@ -40,12 +38,10 @@ _KEY: Final = re.compile(
 )
 
 ROWS: Final = "metrics.jsonl"
-SUPERSEDED: Final = "metrics.superseded.jsonl"
 ROUNDS: Final = "metrics.rounds.json"
 LOCK: Final = "metrics.lock"
 TENSORBOARD: Final = "tensorboard"
 
-CHUNK: Final = 1 << 20
 _TAIL: Final = 1 << 16
 
 
@@ -81,7 +77,7 @@ class MetricFiles:
                 os.close(fd)
 
     def _begin(self, beginning: Beginning) -> None:
-        """Note where this round began, as far as its ranks here have reported, and supersede."""
+        """Note where this round began, as far as its ranks here have reported."""
         path = self._directory / ROUNDS
         known = read_rounds(path)
         before = known.get(self._round)
@@ -89,42 +85,8 @@ class MetricFiles:
         if self._noted is not None:
             begun = begun.joined(self._noted)
         if begun != before:
-            self._supersede(begun)
             replace_file(path, written({**known, self._round: begun}))
         self._noted = begun
-
-    def _supersede(self, begun: Beginning) -> None:
-        """Take the rows of earlier rounds that ``begun`` makes void out of ``metrics.jsonl``."""
-        draft = self.path.with_name(f".{ROWS}.new")
-        try:
-            with open(self.path, "rb") as rows, open(draft, "wb", opener=_private) as kept:
-                moved = self._divide(rows, kept, begun)
-            if moved:
-                os.replace(draft, self.path)
-        except FileNotFoundError:
-            return  # nobody has reported anything yet
-        finally:
-            draft.unlink(missing_ok=True)
-
-    def _divide(self, rows: BinaryIO, kept: BinaryIO, begun: Beginning) -> bool:
-        """Write each row to ``kept`` or to the superseded ones; return whether there are any."""
-        void: list[bytes] = []
-        size, moved = 0, False
-        for line in rows:
-            key = row_key(line)
-            if key is None or key.round >= self._round or not line.endswith(b"\n"):
-                kept.write(line)
-            elif begun.supersedes(key.group, key.step):
-                void.append(line)
-                size += len(line)
-            else:
-                kept.write(line)
-            if size > CHUNK:
-                _append(self._directory / SUPERSEDED, b"".join(void))
-                void, size, moved = [], 0, True
-        if void:
-            _append(self._directory / SUPERSEDED, b"".join(void))
-        return moved or bool(void)
 
 
 def read_rounds(path: Path) -> dict[int, Beginning]:
@@ -168,10 +130,6 @@ def _end_of_lines(fd: int, size: int) -> int:
     return 0
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
 class RowKey(NamedTuple):
     """The group, step, round and rank of a row; a tuple, since there may be millions."""
 
@@ -187,11 +145,6 @@ class Beginning:
 
     resume_step: int | None = None
     first: Mapping[str, int] = field(default_factory=dict)
-
-    def supersedes(self, group: str, step: int) -> bool:
-        """Tell whether this round has done, or will do, that step of an earlier one again."""
-        limit = self.void_from(group)
-        return limit is not None and step >= limit
 
     def void_from(self, group: str) -> int | None:
         """Return the first step of an earlier round that is superseded; None where none is."""

@@ -36,7 +36,6 @@ from elaunch.runs.directory import RunDir, handle, is_live, named, run_id_of, ru
 from elaunch.training.metrics.files import (
     ROUNDS,
     ROWS,
-    SUPERSEDED,
     Beginning,
     RowKey,
     read_rounds,
@@ -102,19 +101,25 @@ def read(runs: Sequence[RunDir]) -> MetricRows:
     torn = 0
     for start in starts:
         void = later_rounds(start, starts)
-        # A writer that was killed while it moved rows has left them in both files.
-        moved = set(_lines(start.path / SUPERSEDED))
         for line in _lines(start.path / ROWS):
             place = row_key(line)
             if place is None or not _is_json(line):
                 torn += 1
                 continue
-            moved.discard(line)
             rows.append(StoredRow(place, line, void.takes(place)))
-        places = ((row_key(line), line) for line in moved)
-        rows += [StoredRow(place, line, True) for place, line in places if place is not None]
     rows.sort(key=_order)
     return MetricRows(tuple(rows), torn, tuple(start.path for start in starts))
+
+
+def read_metrics(run: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a run, without those that a later round did again: for pandas.DataFrame.
+
+    Any process may call it; it blocks while the files are read. ``run`` is a run id, the beginning
+    of one, or a run directory; None: the newest run.
+
+    Raises RunDirError for files that cannot be read.
+    """
+    return [row.values for row in read(directories(run, os.environ)).rows if not row.superseded]
 
 
 def starts_of(runs: Sequence[RunDir]) -> list[Start]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+import elaunch
 from elaunch.errors import RunDirError, UsageError
 from elaunch.runs.directory import RunDir, create
-from elaunch.training.metrics.files import ROWS, SUPERSEDED, MetricFiles, firsts
+from elaunch.training.metrics.files import ROWS, MetricFiles, firsts
 from elaunch.training.metrics.reading import MetricRows, RowTail, directories, read
 from elaunch.training.metrics.rows import Encoder
 from elaunch.views.curves import nodes_of
@@ -119,13 +120,13 @@ def test_which_directories_are_meant(environ: dict[str, str]) -> None:
         directories("jbo", environ)
 
 
-def test_rows_that_are_in_both_files_are_there_once(environ: dict[str, str]) -> None:
-    """So a writer leaves them that is killed while it moves them."""
-    run = start(environ, -10, None)
-    report(run, 1, 2)
-    (run.path / SUPERSEDED).write_bytes((run.path / ROWS).read_bytes())
-    assert effective(read([run])) == [1, 2]
-    assert len(read([run]).rows) == 2
+def test_rows_for_pandas(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that count, of all starts."""
+    report(start(environ, -100, -50), 1, 2, 3)
+    run = start(environ, -40, None)
+    report(run, 3, resume=2)
+    monkeypatch.setenv("XDG_STATE_HOME", environ["XDG_STATE_HOME"])
+    assert [row["steps_completed"] for row in elaunch.read_metrics("job")] == [1, 2, 3]
 
 
 def test_a_late_row_of_an_earlier_round_is_superseded(environ: dict[str, str]) -> None:
