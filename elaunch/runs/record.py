@@ -284,7 +284,6 @@ class Record(_RecordRequired, total=False):
     joining: int
     job_failure: dict[str, Any] | None
     launcher: str
-    started_by: AgentRecord | None
     job_timing: JobTimingRecord
     progress: ProgressRecord
     lateness: LatenessRecord

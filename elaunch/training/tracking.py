@@ -14,13 +14,13 @@ a worker ended without closing it (SIGKILL)    LOST, or FAILED if others closed 
 =============================================  ==========================================
 
 The record's ``agent`` is a worker that has not closed its context, so that it is seen when the last
-one is killed. Torchrun restarts its workers: a round that it starts again goes on in the directory
-of the round before, which is known by the process that started both.
+one is killed. Torchrun restarts its workers: each of its rounds is a start of one run, with a
+directory of its own, as if the same job were started again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, Final
 
 from elaunch.endings import INTERRUPTED
 from elaunch.errors import ContextError, RunDirError
-from elaunch.runs.directory import RunDir, create, prune_for, records
+from elaunch.proc import process_name
+from elaunch.runs.directory import RunDir, create, prune_for
 from elaunch.runs.identity import (
-    AgentRecord,
     WorkerRecord,
     agent_of,
     note_start,
-    this_agent,
     worker_is_alive,
 )
 from elaunch.runs.record import (
@@ -85,7 +84,6 @@ class Tracking:
         self._run: RunDir | None = None
         self._pruning: threading.Thread | None = None
         self._noting: threading.Thread | None = None
-        self._saved_before: int | None = None
 
     @property
     def directory(self) -> Path:
@@ -95,26 +93,18 @@ class Tracking:
         return self._run.path
 
     def start(self) -> None:
-        """Make the record, or go on with that of the round before. All ranks call it together.
+        """Make the record. All ranks call it together.
 
         Blocks until they have. Raises RunDirError on all ranks of a node that has no place for it.
         """
         ranks = for_purpose(self._distributed, INIT)
-        found, problem, run_id = None, "", ""
-        try:
-            found = _continued(ranks.placement.launcher)
-            run_id = self._choose_id(found) if ranks.rank == 0 else ""
-        except (RunDirError, OSError) as error:
-            problem = str(error)
-        problem, run_id = ranks.broadcast((problem, run_id))
-        if problem:
-            raise RunDirError(problem)
+        run_id = ranks.broadcast(self._choose_id() if ranks.rank == 0 else "")
         self.run_id, self.run_id_given = run_id, _is_chosen(ranks.placement, run_id)
         pids = ranks.gather_local((ranks.rank, os.getpid()))
         opened: tuple[str, str] | None = None
         if pids is not None:
             try:
-                opened = ("", str(self._open(found, run_id, pids).path))
+                opened = ("", str(self._open(run_id, pids).path))
             except (RunDirError, OSError) as error:
                 opened = (str(error), "")
         problem, path = ranks.broadcast_local(opened)
@@ -140,16 +130,11 @@ class Tracking:
     def note_saves(self, saves: SavesRecord) -> None:
         """Put what this process has saved into the record; the rank that commits calls it.
 
-        Saves of earlier rounds are counted, too. A record that cannot be written is no error:
-        the checkpoint is there.
+        A record that cannot be written is no error: the checkpoint is there.
         """
 
         def count(record: Record) -> None:
-            if self._saved_before is None:
-                known = record.get("saves")
-                self._saved_before = 0 if known is None else known["commits"]
-            commits = self._saved_before + saves["commits"]
-            record["saves"] = {**saves, "commits": commits}
+            record["saves"] = saves
 
         if self._run is not None and (problem := self._note(count, NOTE_S)):
             log.debug("what was saved is not recorded: %s", problem)
@@ -178,35 +163,30 @@ class Tracking:
             self._noting.join(seconds)
         return problems[0]
 
-    def _choose_id(self, found: RunDir | None) -> str:
-        given = _given_id(self._distributed.placement, os.environ)
-        if given:
+    def _choose_id(self) -> str:
+        placement = self._distributed.placement
+        if given := _given_id(placement, os.environ):
             return given
-        if found is not None:
-            return found.read_state()["run_id"]
-        return f"{self._name}-{os.urandom(3).hex()}"
+        # All rounds of one torchrun are one run.
+        starter = process_name(os.getppid()) if placement.launcher == "torchrun" else ""
+        some = hashlib.sha256(starter.encode()).digest() if starter else os.urandom(3)
+        return f"{self._name}-{some[:3].hex()}"
 
-    def _open(self, found: RunDir | None, run_id: str, pids: Sequence[tuple[int, int]]) -> RunDir:
+    def _open(self, run_id: str, pids: Sequence[tuple[int, int]]) -> RunDir:
         """Return this node's directory with a record that says that all workers run."""
         placement = self._distributed.placement
-        if found is not None and self._goes_on(found, run_id):
-            run, record = found, found.read_state()
-            reason = f"restarted by {placement.launcher}"
-            record["history"][-1]["ended_at"] = record["history"][-1]["ended_at"] or time.time()
-        else:
-            run, reason = create(run_id, os.environ), ""
-            if run.notice:
-                print(f"elaunch: {run.notice}", file=sys.stderr)
-            record = self._first_record(run, run_id)
-        now = time.time()
-        record["state"], record["reason"], record["agent"] = "RUNNING", None, this_agent()
-        record["ended_at"] = record["exit_code"] = None
+        run = create(run_id, os.environ)
+        if run.notice:
+            print(f"elaunch: {run.notice}", file=sys.stderr)
+        record = self._first_record(run, run_id)
+        record["state"] = "RUNNING"
         record["round"] = record["restarts"]["used"] = placement.round
         record["world_size"], record["nproc_per_node"] = placement.size, placement.local_size
+        now = time.time()
         record["workers"] = [
             _worker(rank, local_rank, pid, now) for local_rank, (rank, pid) in enumerate(pids)
         ]
-        add_round(record, new_round(placement.round, reason or None))
+        add_round(record, new_round(placement.round, None))
         run.write_state(record)
         self._pruning = threading.Thread(
             target=prune_for, args=(run, os.environ), name="prune", daemon=True
@@ -214,16 +194,10 @@ class Tracking:
         self._pruning.start()
         return run
 
-    def _goes_on(self, found: RunDir, run_id: str) -> bool:
-        """Tell whether this is a later round of that run; torchrun counts only some of them."""
-        record = found.read_state()
-        return record["run_id"] == run_id and record["round"] < self._distributed.placement.round
-
     def _first_record(self, run: RunDir, run_id: str) -> Record:
         launcher = self._distributed.placement.launcher
         record = first_record(run_id, self._name, run.path)
         record["launcher"] = record["start_method"] = launcher
-        record["started_by"] = _starter(launcher)
         record["argv"] = list(sys.orig_argv)
         record["entrypoint"] = sys.argv[0] if sys.argv else ""
         allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
@@ -253,24 +227,6 @@ def _is_chosen(placement: Placement, run_id: str) -> bool:
     """Tell whether a person has chosen the id: torchrun makes one up, a UUID, without --rdzv-id."""
     made_up = re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id)
     return placement.run_id == run_id and run_id != "none" and made_up is None
-
-
-def _starter(launcher: str) -> AgentRecord | None:
-    """Return the process whose workers are rounds of one run: the agent of torchrun."""
-    if launcher != "torchrun":
-        return None
-    with contextlib.suppress(RunDirError):
-        return agent_of(os.getppid())
-    return None
-
-
-def _continued(launcher: str) -> RunDir | None:
-    """Return the directory of the round that the same torchrun started before."""
-    starter = _starter(launcher)
-    if starter is None:
-        return None
-    found = (run for run, one in records(os.environ) if one and one.get("started_by") == starter)
-    return next(found, None)
 
 
 def _worker(rank: int, local_rank: int, pid: int, now: float) -> WorkerRecord:

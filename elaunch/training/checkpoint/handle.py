@@ -388,7 +388,9 @@ class Schedule:
                 rounds = []
             if rounds:
                 ago = max(0.0, time.time() - rounds[0]["started_at"])
+                # torchrun's rounds each have a record of their own.
                 failures = sum(not one.get("planned") for one in rounds[1:])
+                failures += rounds[0].get("round", 0)
                 self._failed = (failures, time.monotonic() - ago)
         failures, first = self._failed
         return failures, time.monotonic() - first
