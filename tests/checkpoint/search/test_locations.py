@@ -192,6 +192,7 @@ def test_missing_and_wrong_roots(tree: Path) -> None:
         ("/ck/step_*.pt", "is absolute"),
         ("../*.pt", "leaves"),
         ("a/../../b", "leaves"),
+        ("a/step_**.pt", "has"),
     ],
 )
 def test_refused_patterns(tmp_path: Path, pattern: str, reason: str) -> None:
