@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Final, NoReturn
+
+from elaunch.errors import ContextError
 
 GONE: Final = {
     "from_environment": "write elaunch.init(), which finds the launcher",
@@ -17,6 +20,13 @@ GONE: Final = {
     "save_ddp": "write save(state, step)",
     "load_ddp": "write load(state), which reads what save_ddp() has written, too",
 }
+WORDS: Final = {"uuid": "which"}
+
+
+def refuse_gone(call: str, words: Collection[str]) -> None:
+    """Raise ContextError for an argument that has another name now."""
+    for word in WORDS.keys() & words:
+        raise ContextError(f"{call}({word}=…): write {WORDS[word]}=")
 
 
 def _gone(owner: type, name: str) -> AttributeError:

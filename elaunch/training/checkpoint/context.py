@@ -33,7 +33,7 @@ from elaunch.training.checkpoint.callcontext import LOADS, SECTION, as_given, at
 from elaunch.training.checkpoint.handle import Busy, Every, SaveHandle, Schedule
 from elaunch.training.checkpoint.restore import Which
 from elaunch.training.checkpoint.session import CheckpointSession
-from elaunch.training.gone import Renamed
+from elaunch.training.gone import Renamed, refuse_gone
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,6 +53,7 @@ def _in_section(
 
     @functools.wraps(call)
     def made(self: CheckpointContext, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        refuse_gone(call.__name__, kwargs)
         with self._section(call.__name__ in LOADS):
             return call(self, *args, **kwargs)
 
@@ -72,9 +73,9 @@ class CheckpointContext(Renamed):
     ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
     of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
     ``elaunch.Keep``, the number of the newest that stay, or None for the command's flags.
-    ``uuid`` names a checkpoint: by its uuid, its name, its path or URL, or by what ``latest()``,
-    ``list()`` or ``save()`` returned. A checkpoint that is only read may be anywhere; others are in
-    ``directory``.
+    ``which`` names a checkpoint: by its name, its uuid, its path or URL, or by what ``latest()``,
+    ``list()``, ``load()`` or ``save()`` returned. A checkpoint that is only read may be anywhere;
+    others are in ``directory``.
 
     Calls of all ranks raise CollectiveTimeout and PeerLost, which name the ranks that did not come;
     the others' errors are CheckpointErrors, the same on all ranks, after which the next call works.
@@ -170,21 +171,21 @@ class CheckpointContext(Renamed):
 
     @contextlib.contextmanager
     def restore_path(
-        self, uuid: Which | None = None, *, timeout: float | None = None
+        self, which: Which | None = None, *, timeout: float | None = None
     ) -> Iterator[Path]:
         """Give the directory of a checkpoint, by default the latest, to read from.
 
         ALL ranks enter it together, and read on their own. Nobody deletes the checkpoint meanwhile.
 
         Args:
-            uuid: see the class; the latest without, or what --init-from names if there is none.
+            which: see the class; the latest without, or what --init-from names if there is none.
 
         Raises:
             CheckpointError: on all ranks; there is none, it is damaged, or a rank cannot reach it.
         """
         what = "restore_path"
         with self._section(loads=True), contextlib.ExitStack() as stack:
-            call, wanted = restore.wanted(self._session, uuid, None, timeout=timeout, what=what)
+            call, wanted = restore.wanted(self._session, which, None, timeout=timeout, what=what)
             paths = []
 
             def use(there: CallContext, found: Committed) -> None:
@@ -211,13 +212,13 @@ class CheckpointContext(Renamed):
         return self._session.latest()
 
     @_in_section
-    def get_metadata(self, uuid: Which | None = None) -> dict[str, Any]:
-        """Return the metadata of a checkpoint; of the latest without ``uuid``.
+    def get_metadata(self, which: Which | None = None) -> dict[str, Any]:
+        """Return the metadata of a checkpoint; of the latest without ``which``.
 
         Any rank may call it. Raises CheckpointError, with what is there, if it is not.
         """
-        if uuid is not None:
-            return dict(restore.find(self._session.storage, uuid, anywhere=True).metadata)
+        if which is not None:
+            return dict(restore.find(self._session.storage, which, anywhere=True).metadata)
         found = self.latest()
         if found is None:
             raise restore.not_there("get_metadata")
@@ -311,7 +312,7 @@ class CheckpointContext(Renamed):
         self,
         state: Mapping[str, Any],
         *,
-        uuid: Which | None = None,
+        which: Which | None = None,
         source: str | os.PathLike[str] | None = None,
         strict: bool = True,
         timeout: float | None = None,
@@ -323,6 +324,7 @@ class CheckpointContext(Renamed):
 
         Args:
             state: as for :meth:`save`.
+            which: see the class; the latest without.
             source: path or URL of another run's checkpoint, or of a directory with some, to begin
                 from while this run has none of its own; by default what --init-from names. The
                 checkpoint that is returned has step 0 then: a new run begins.
@@ -330,12 +332,12 @@ class CheckpointContext(Renamed):
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
-            ContextError: uuid and source were given.
+            ContextError: which and source were given.
         """
         from elaunch.training.checkpoint import load as loading
 
         call, wanted = restore.wanted(
-            self._session, uuid, source, timeout=timeout, what=loading.WHAT
+            self._session, which, source, timeout=timeout, what=loading.WHAT
         )
         return loading.load(call, wanted, state, strict)
 
@@ -375,7 +377,7 @@ class CheckpointContext(Renamed):
     # ── retention ────────────────────────────────────────────────────────────────────────────────
 
     @_in_section
-    def delete(self, uuid: Which) -> None:
+    def delete(self, which: Which) -> None:
         """Delete a checkpoint; one rank calls it.
 
         Raises:
@@ -383,20 +385,20 @@ class CheckpointContext(Renamed):
                 from it and has no newer one, and so it stays.
         """
         storage = self._session.storage
-        collective.delete_one(storage, self._session.known, restore.find(storage, uuid))
+        collective.delete_one(storage, self._session.known, restore.find(storage, which))
 
     @_in_section
-    def pin(self, uuid: Which) -> None:
+    def pin(self, which: Which) -> None:
         """Have retention leave a checkpoint alone; any rank may call it."""
-        shelves.pin(self.directory, restore.find(self._session.storage, uuid).name)
+        shelves.pin(self.directory, restore.find(self._session.storage, which).name)
 
     @_in_section
-    def unpin(self, uuid: Which) -> None:
+    def unpin(self, which: Which) -> None:
         """Take back :meth:`pin`; any rank may call it."""
-        shelves.unpin(self.directory, restore.find(self._session.storage, uuid).name)
+        shelves.unpin(self.directory, restore.find(self._session.storage, which).name)
 
     @_in_section
-    def quarantine(self, uuid: Which, reason: str) -> None:
+    def quarantine(self, which: Which, reason: str) -> None:
         """Take a checkpoint away from all readers, and keep it with the reason; one rank calls it.
 
         Raises:
@@ -408,7 +410,7 @@ class CheckpointContext(Renamed):
                 f"quarantine() needs a reason in words, for who finds it there; this is {reason!r}"
             )
         storage = self._session.storage
-        storage.quarantine(restore.find(storage, uuid), reason)
+        storage.quarantine(restore.find(storage, which), reason)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 

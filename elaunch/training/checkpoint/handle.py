@@ -153,12 +153,13 @@ class SaveHandle:
         step: the number of steps done that it saves.
         skipped: nothing is saved: another save was in flight, and ``when_busy`` was ``skip``; or
             the step was not due, as ``every`` has it.
+        committed: the checkpoint, once this rank knows of its commit.
     """
 
     def __init__(self, step: int, committed: Committed | None = None) -> None:
         self.step = step
         self.skipped = committed is None
-        self._committed = committed
+        self.committed = committed
         self._problem: SaveError | None = None
         self._next_due: int | None = None
 
@@ -190,7 +191,7 @@ class SaveHandle:
         del timeout
         if self._problem is not None:
             raise self._problem
-        return self._committed
+        return self.committed
 
 
 class SaveInFlight(SaveHandle):
@@ -263,7 +264,7 @@ class SaveInFlight(SaveHandle):
             text = f"checkpoint {self._stage.final}: its agent does not know what has become of it"
             self._problem = SaveError(text)
             return
-        self._committed = committed
+        self.committed = committed
         self._call.known.note(committed)
 
 

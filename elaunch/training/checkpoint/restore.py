@@ -33,7 +33,7 @@ from elaunch.errors import (
 )
 from elaunch.training.checkpoint import where
 from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, newer
-from elaunch.training.checkpoint.handle import LONGER_S
+from elaunch.training.checkpoint.handle import LONGER_S, SaveHandle
 from elaunch.training.checkpoint.latest import newest
 from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import for_purpose
@@ -50,8 +50,8 @@ LOOK_S: Final = 0.1
 log = logging.getLogger("elaunch")
 
 
-Which = str | os.PathLike[str] | Committed
-"""How a script names a checkpoint: name, uuid, path, URL, or what ``latest()`` returned."""
+Which = str | os.PathLike[str] | Committed | SaveHandle
+"""How a script names a checkpoint: name, uuid, path, URL, or what a call returned."""
 
 
 def named(storage: Storage, which: Which) -> str:
@@ -59,7 +59,8 @@ def named(storage: Storage, which: Which) -> str:
 
     Raises ContextError for what names nothing.
     """
-    given = which.place if isinstance(which, Committed) else which
+    made = which.committed if isinstance(which, SaveHandle) else which
+    given: Any = made.place if isinstance(made, Committed) else made
     try:
         text = os.fspath(given)
     except TypeError:
@@ -67,7 +68,7 @@ def named(storage: Storage, which: Which) -> str:
     if not isinstance(text, str) or not text:
         raise ContextError(
             f"{which!r} names no checkpoint: give a name, a uuid, a path, a URL, or what latest() "
-            "returned"
+            "or save() returned, once it is committed"
         )
     if os.sep not in text and (isinstance(which, str) or not os.path.lexists(text)):
         return text
@@ -122,7 +123,7 @@ class Wanted:
     def check(self) -> None:
         """Raise ContextError for a request that means nothing."""
         if self.which is not None and self.source is not None:
-            raise ContextError("uuid and source were given: the one says which, always")
+            raise ContextError("which and source were given: the one says which, always")
 
 
 def wanted(

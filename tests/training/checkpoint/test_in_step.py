@@ -130,7 +130,7 @@ def wrong_on_one_rank(ctx: Any) -> Any:
             pass
 
     def restored() -> None:
-        with ck.restore_path(uuid=given(one.uuid, 5)):
+        with ck.restore_path(which=given(one.uuid, 5)):
             pass
 
     calls: list[Callable[[], Any]] = [
@@ -139,8 +139,8 @@ def wrong_on_one_rank(ctx: Any) -> Any:
         lambda: ck.save(state, 2, when_busy=given("wait", "never")),
         stored,
         lambda: ck.commit(given(directory, 5), 2),
-        lambda: ck.load(state, uuid=given(one.uuid, 5)),
-        lambda: ck.load(state, uuid=one, source=given(None, directory)),
+        lambda: ck.load(state, which=given(one.uuid, 5)),
+        lambda: ck.load(state, which=one, source=given(None, directory)),
         restored,
     ]
     said = [(tried(call), ctx.distributed.allgather(rank)) for call in calls]

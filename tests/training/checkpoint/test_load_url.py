@@ -81,7 +81,7 @@ def damaged(ctx: Any, directory: Path) -> Any:
     ctx.distributed.barrier()
     said = ""
     try:
-        ck.load(sharded(False), uuid="step-00000002.r0")
+        ck.load(sharded(False), which="step-00000002.r0")
     except CheckpointError as error:
         said = str(error)
     state = sharded(False)
@@ -109,7 +109,7 @@ def cut_off(ctx: Any, directory: Path) -> Any:
         os.truncate(file, 10 * MIB)
     ctx.distributed.barrier()
     try:
-        ck.load(sharded(False), uuid=found.uuid)
+        ck.load(sharded(False), which=found.uuid)
     except CheckpointError as error:
         return str(error), ctx.distributed.allgather(rank)
     return "loaded", []
@@ -134,7 +134,7 @@ def begun_at_url(ctx: Any, how: str) -> Any:
     else:
         uuid = ctx.checkpoint.list()[-1].uuid if how == "load by its uuid" else None
         state = sharded(False)
-        ctx.checkpoint.load(state, uuid=uuid)
+        ctx.checkpoint.load(state, which=uuid)
         found = state["n"]
     return read_by_this_process() - before, found
 

@@ -43,7 +43,7 @@ def test_every_call_takes_every_name(ranks: Ranks, way: str) -> None:
         with checkpoint.restore_path(which) as path:
             read = content(path)
         told = checkpoint.get_metadata(which)
-        found = checkpoint.load(state, uuid=which)  # on return all ranks have read
+        found = checkpoint.load(state, which=which)  # on return all ranks have read
         if rank == 0:
             checkpoint.pin(which)
             checkpoint.unpin(which)
@@ -64,16 +64,18 @@ def test_what_names_nothing(ranks: Ranks, tmp_path: Path) -> None:
 
     def work(checkpoint: CheckpointContext, _: int) -> None:
         saved(checkpoint, {"x": 2}, 2)
+        with pytest.raises(ContextError, match=r"^load\(uuid=…\): write which=$"):
+            checkpoint.load({"x": 0}, uuid=place)  # type: ignore[call-arg]
         for wrong in (5, "", b"step"):
             with pytest.raises(ContextError, match="names no checkpoint: give a name, a uuid"):
                 checkpoint.get_metadata(wrong)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match="nowhere is not there"):
-            checkpoint.load({"x": 0}, uuid=tmp_path / "nowhere")
+            checkpoint.load({"x": 0}, which=tmp_path / "nowhere")
         for refused in (checkpoint.delete, checkpoint.pin, checkpoint.unpin):
             with pytest.raises(CheckpointError, match="is no checkpoint of"):
                 refused(place)
         state = {"x": 0}
-        found = checkpoint.load(state, uuid=place)
+        found = checkpoint.load(state, which=place)
         assert found is not None and (state["x"], found.step) == (1, 1)
         assert checkpoint.get_metadata(place) == {"steps_completed": 1}
 
@@ -90,7 +92,7 @@ def test_ranks_that_name_different_ones(ranks: Ranks) -> None:
     def work(checkpoint: CheckpointContext, rank: int) -> str:
         found = [saved(checkpoint, {"x": step}, step) for step in (1, 2)]
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.load({"x": 0}, uuid=found[rank])
+            checkpoint.load({"x": 0}, which=found[rank])
         return str(raised.value)
 
     one, two = ranks.run(2, work).all()
@@ -122,7 +124,7 @@ def begun(ctx: Any, source: str) -> Any:
             model[0].weight.zero_()
         ctx.checkpoint.save({"model": model}, step)
     try:
-        ctx.checkpoint.load({"model": plain(1)}, source=source, uuid=found)
+        ctx.checkpoint.load({"model": plain(1)}, source=source, which=found)
     except ContextError as error:
         told.append(str(error))
     return told
@@ -139,7 +141,7 @@ def test_a_warm_start(tmp_path: Path) -> None:
     first, second, both = said[0]
     assert first == (0, "job", weights[0])
     assert second[0] == 1 and second[2] != weights[0]
-    assert "uuid and source were given" in both
+    assert "which and source were given" in both
     assert sorted(path.name for path in place.iterdir()) == before, "it is only read"
 
 

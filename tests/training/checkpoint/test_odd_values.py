@@ -148,7 +148,7 @@ def own_values(ctx: Any) -> Any:
     if ctx.distributed.size > 1:
         ctx.checkpoint.save({"position": mark}, 1)
         return lines
-    ctx.checkpoint.load({"position": mark}, uuid="step-00000001.r0")
+    ctx.checkpoint.load({"position": mark}, which="step-00000001.r0")
     assert mark.value == {"at": 0}
     return lines
 

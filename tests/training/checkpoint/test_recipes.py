@@ -326,7 +326,7 @@ def load_all(ctx: Any) -> Any:
     came = {}
     for step, (name, recipe) in enumerate(RECIPES.items()):
         state, compared = recipe(1)
-        ctx.checkpoint.load(state, uuid=f"step-{step:08d}.r0")
+        ctx.checkpoint.load(state, which=f"step-{step:08d}.r0")
         came[name] = compared()
     return came
 

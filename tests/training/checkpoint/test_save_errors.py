@@ -182,7 +182,7 @@ def refused_loads(ctx: Any) -> Any:
         )
     ]
     told.append(tried(lambda: load({**saved, "taker": Stubborn(1)})))
-    told.append(tried(lambda: load(saved, uuid="step-00000099.r0")))
+    told.append(tried(lambda: load(saved, which="step-00000099.r0")))
     assert bits(model.state_dict()) == before
     partial = {"model": plain(1), "new": "stays"}
     load(partial, strict=False)
@@ -245,7 +245,7 @@ def damaged(ctx: Any, how: str) -> Any:
         damage(found.place, how)
     ctx.distributed.barrier()
     into = {"model": plain(1), "value": ""}
-    first = tried(lambda: ctx.checkpoint.load(into, uuid=found.uuid))
+    first = tried(lambda: ctx.checkpoint.load(into, which=found.uuid))
     return first, found.place
 
 

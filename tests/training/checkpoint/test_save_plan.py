@@ -127,7 +127,7 @@ def sent_bytes(ctx: Any) -> Any:
         ctx.checkpoint.save(one, step)
     newest = ctx.checkpoint.latest()
     return [
-        total(lambda: ctx.checkpoint.load(staged, uuid=newest.uuid)),
+        total(lambda: ctx.checkpoint.load(staged, which=newest.uuid)),
         total(lambda: ctx.checkpoint.save(state, 3)),
         total(lambda: ctx.checkpoint.save(staged, 4)),
         total(lambda: ctx.checkpoint.check_same(state)),

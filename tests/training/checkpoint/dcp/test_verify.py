@@ -150,7 +150,7 @@ def damaged(ctx: Any, name: str, strict: bool, named: bool) -> Any:
     ctx.distributed.barrier()
     own = state(7)
     try:
-        found = ctx.checkpoint.load(own, strict=strict, uuid=newest if named else None)
+        found = ctx.checkpoint.load(own, strict=strict, which=newest if named else None)
     except Exception as error:
         return str(error), [one.step for one in ctx.checkpoint.list()]
     told = bits(own["model"].state_dict()), own["big"].unique().tolist(), own["step"]
