@@ -21,7 +21,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from elaunch.checkpoint import shelves
 from elaunch.checkpoint.records import Keep
@@ -36,10 +36,7 @@ from elaunch.training.checkpoint.session import CheckpointSession
 from elaunch.training.gone import Renamed, refuse_gone
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from elaunch.training.checkpoint.callcontext import CallContext
-    from elaunch.training.checkpoint.handle import Background, Blocking, Either, Scheduled
     from elaunch.training.checkpoint.save import SaveCache
 
 Given = ParamSpec("Given")
@@ -231,22 +228,6 @@ class CheckpointContext(Renamed):
 
     # ── sharded, by torch.distributed.checkpoint ─────────────────────────────────────────────────
 
-    @overload
-    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Blocking]) -> Committed: ...
-
-    @overload
-    def save(
-        self, state: Mapping[str, Any], step: int, **how: Unpack[Background]
-    ) -> SaveHandle: ...
-
-    @overload
-    def save(self, state: Mapping[str, Any], step: int, **how: Unpack[Scheduled]) -> SaveHandle: ...
-
-    @overload
-    def save(
-        self, state: Mapping[str, Any], step: int, **how: Unpack[Either]
-    ) -> Committed | SaveHandle: ...
-
     def save(
         self,
         state: Mapping[str, Any],
@@ -258,7 +239,7 @@ class CheckpointContext(Renamed):
         every: Every | None = None,
         when_busy: Busy = "wait",
         timeout: float | None = None,
-    ) -> Committed | SaveHandle:
+    ) -> SaveHandle:
         """Save ``state``, each rank its shard, in the format of torch.distributed.checkpoint.
 
         ALL ranks call it together. It blocks until the checkpoint is committed, with
@@ -279,8 +260,8 @@ class CheckpointContext(Renamed):
             when_busy: with ``block=False``, while the save before is in flight: ``wait`` for it,
                 or ``skip`` this one, as ``every="auto"`` does.
 
-        Returns what was committed; with ``block=False`` or ``every`` an ``elaunch.SaveHandle``,
-        which says whether it is done or was skipped, and waits for the commit.
+        Returns a handle, which has what was ``committed``, or was ``skipped``; after
+        ``block=False`` its ``result()`` waits for the commit.
 
         Raises:
             SaveError: nothing was committed; or, once, that a save in the background was not.
@@ -302,10 +283,9 @@ class CheckpointContext(Renamed):
                 )
                 self._schedule.prepare(lambda: saves.reserve(call, cache, state, timeout))
             self._schedule.begin(step)
-            made = saves.save(call, cache, state, request, block)
-            handle = made if isinstance(made, SaveHandle) else SaveHandle(step, made)
+            handle = saves.save(call, cache, state, request, block)
             self._schedule.note(call, handle)
-            return made if every is None else handle
+            return handle
 
     @_in_section
     def load(

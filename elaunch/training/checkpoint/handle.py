@@ -1,4 +1,4 @@
-"""The options of ``save``, when one is due, and the handle that ``save(block=False)`` returns.
+"""The handle that ``save`` returns, and when a save is due.
 
 With ``every=…`` a save is due at steps that all ranks know without asking each other. A save ends
 with all ranks knowing the step of the next one; a call in between compares two numbers.
@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Final, Literal
 
 from elaunch import text
 from elaunch.errors import ContextError, RunDirError, SaveError
@@ -37,10 +37,6 @@ from elaunch.training.checkpoint.together import together
 from elaunch.training.distributed import for_purpose
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from typing_extensions import NotRequired
-
     from elaunch.checkpoint.records import Committed, Keep, Stage
     from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest
     from elaunch.training.checkpoint.saver import AgentSaverClient
@@ -53,43 +49,6 @@ ALONE_S: Final = 5.0
 have given the save up, and not reach this one."""
 LONGER_S: Final = 10.0
 """Seconds that the ranks wait longer for each other than for a save in flight."""
-
-
-class SaveOptions(TypedDict, total=False):
-    """Options of ``ctx.checkpoint.save``, whatever it returns."""
-
-    metadata: Mapping[str, Any] | None
-    keep: Keep | int | None
-    when_busy: Busy
-    timeout: float | None
-
-
-class Blocking(SaveOptions, total=False):
-    """Options with which it returns when the checkpoint is committed."""
-
-    block: Literal[True] | None
-    every: None
-
-
-class Scheduled(SaveOptions):
-    """Options with which it saves some steps only."""
-
-    block: NotRequired[bool | None]
-    every: Every
-
-
-class Background(SaveOptions):
-    """Options with which it returns before the commit."""
-
-    block: Literal[False]
-    every: NotRequired[Every | None]
-
-
-class Either(SaveOptions, total=False):
-    """Options of which only the run shows when it returns."""
-
-    block: bool | None
-    every: Every | None
 
 
 def await_saver(
@@ -147,7 +106,7 @@ def give_up(saver: AgentSaverClient, stage: Stage | None = None) -> None:
 
 
 class SaveHandle:
-    """One ``save(block=False)``, and what has become of it.
+    """One ``save``, and what has become of it.
 
     Attributes:
         step: the number of steps done that it saves.

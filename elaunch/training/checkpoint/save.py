@@ -156,7 +156,7 @@ def save(
     state: Mapping[str, Any],
     request: SaveRequest,
     block: bool = True,
-) -> Committed | SaveHandle:
+) -> SaveHandle:
     """Save ``state``; ALL ranks call it together.
 
     Args:
@@ -167,7 +167,7 @@ def save(
         block: return when it is committed; else when all ranks' shards are in their agents' memory.
 
     Returns:
-        What was committed; with ``block=False`` a handle of the save.
+        A handle of the save.
 
     Raises:
         SaveError: on all ranks, with the ranks and reasons: nothing was committed, or the save that
@@ -189,8 +189,7 @@ def save(
 
     request = dataclasses.replace(request, size=known.plan.portion.size(ready.lengths))
     stage = collective.new_stage(call, request.step, offers[0].uuid)
-    done = collective.save_together(call, request, write, stage=stage)
-    return done if block else SaveHandle(request.step, done)
+    return SaveHandle(request.step, collective.save_together(call, request, write, stage=stage))
 
 
 def wait(call: CallContext, cache: SaveCache, timeout: float | None) -> Committed | None:

@@ -120,7 +120,7 @@ def test_no_memory_to_receive(tmp_path: Path, name: str) -> None:
 def wrong_on_one_rank(ctx: Any) -> Any:
     """Give on rank 1 what means nothing, in one call after the other."""
     rank, ck = ctx.distributed.rank, ctx.checkpoint
-    state, one, directory = {"x": 1}, ck.save({"x": 1}, 1), ck.stage_path(2)
+    state, one, directory = {"x": 1}, ck.save({"x": 1}, 1).committed, ck.stage_path(2)
 
     def given(right: Any, wrong: Any) -> Any:
         return wrong if rank == 1 else right

@@ -103,7 +103,7 @@ def cut_off(ctx: Any, directory: Path) -> Any:
     """Load by its uuid what has lost the end of an object that only rank 1 reads."""
     where.parse_location = lambda text: text
     rank, ck = ctx.distributed.rank, ctx.checkpoint
-    found = ck.save(sharded(True), 1)
+    found = ck.save(sharded(True), 1).committed
     if rank == 1:
         (file,) = (directory / "objects").glob("step-00000001.*/__1_0.distcp")
         os.truncate(file, 10 * MIB)

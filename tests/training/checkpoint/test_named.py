@@ -112,6 +112,24 @@ def warm(ctx: Any, block: bool) -> Any:
     return bits(model.state_dict())
 
 
+def by_handle(ctx: Any) -> Any:
+    """Load what a save has returned, once it is committed."""
+    state = {"x": 1}
+    first = ctx.checkpoint.save(state, 1)
+    second = ctx.checkpoint.save({"x": 2}, 2, block=False)
+    told = [ctx.checkpoint.load(state, which=first).step]
+    second.result()
+    told.append(ctx.checkpoint.load(state, which=second).step)
+    return told, state["x"], ctx.checkpoint.get_metadata(first)
+
+
+@pytest.mark.ranks
+def test_what_a_save_has_returned(tmp_path: Path) -> None:
+    """Names the checkpoint, whether it was waited for or not."""
+    said = in_group(by_handle, 2, tmp_path, agent=True)
+    assert said == [([1, 2], 2, {"steps_completed": 1})] * 2
+
+
 def begun(ctx: Any, source: str) -> Any:
     """Begin from another run's weights; save; load what is there then."""
     told = []

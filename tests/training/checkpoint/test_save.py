@@ -35,8 +35,8 @@ Ways = pytest.mark.parametrize("block", [True, False], ids=["block", "memory"])
 
 def save(ctx: Any, state: dict[str, Any], step: int, block: bool) -> Any:
     """Save, and wait for the commit."""
-    committed = ctx.checkpoint.save(state, step, block=block)
-    return committed if block else ctx.checkpoint.wait()
+    handle = ctx.checkpoint.save(state, step, block=block)
+    return handle.committed if block else ctx.checkpoint.wait()
 
 
 # ── data parallel ────────────────────────────────────────────────────────────────────────────────
@@ -301,7 +301,7 @@ def foreign_work(ctx: Any, directory: str, flatten: bool) -> Any:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     fresh = torch.optim.Adam(other.parameters(), lr=0.02)
     train(model, optimizer)
-    found = ctx.checkpoint.save({"model": model, "optimizer": optimizer, "step": 3}, 3)
+    found = ctx.checkpoint.save({"model": model, "optimizer": optimizer, "step": 3}, 3).committed
     weights, moments = get_state_dict(other, fresh)
     state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=found.place)

@@ -240,7 +240,7 @@ def damaged(ctx: Any, how: str) -> Any:
     rank = ctx.distributed.rank
     model = plain()
     ctx.checkpoint.latest()  # looked for, and verified, before there is anything
-    found = ctx.checkpoint.save({"model": model, "value": "x" * 100}, 1)
+    found = ctx.checkpoint.save({"model": model, "value": "x" * 100}, 1).committed
     if rank == 0:
         damage(found.place, how)
     ctx.distributed.barrier()

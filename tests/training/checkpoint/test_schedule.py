@@ -176,7 +176,7 @@ def numbered(ctx: Any) -> Any:
         handle = checkpoint.save({"x": step}, step, every=4)
         made[step] = handle.skipped or handle.result().name
         if step == begin + 6:
-            made[step] = checkpoint.save({"x": step}, step).name
+            made[step] = checkpoint.save({"x": step}, step).committed.name
     return {step: name for step, name in made.items() if name is not True}
 
 
