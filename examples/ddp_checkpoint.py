@@ -73,7 +73,7 @@ def main() -> None:
             time.sleep(args.seconds)
             if step % 10 == 0 or step == args.steps:
                 # Returns when it is committed: no barrier is needed before somebody loads it.
-                ctx.checkpoint.save(state, step, keep=3)
+                ctx.checkpoint.save(state, step, keep=elaunch.Keep(last=3))
                 if step < args.steps and ctx.preempt.should_preempt():
                     return
         ctx.checkpoint.check_same(state)

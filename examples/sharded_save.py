@@ -60,7 +60,7 @@ with elaunch.init() as ctx:
         loss.backward()
         optimizer.step()
         if state["step"] % SAVE_EVERY == 0:
-            ctx.checkpoint.save(state, state["step"], block=False, keep=3)
+            ctx.checkpoint.save(state, state["step"], block=False, keep=elaunch.Keep(last=3))
         if dist.get_rank() == 0:
             print(f"step {state['step']} loss {loss.item():.6f}", flush=True)
     ctx.checkpoint.wait()

@@ -202,7 +202,7 @@ class SaveRequest:
 
     step: int
     metadata: Any
-    given: Keep | int | None = None
+    given: Keep | None = None
     timeout: float | None = None
     what: str = "save"
     size: int = 0
@@ -217,15 +217,10 @@ class SaveRequest:
         """
         if self.given is None or isinstance(self.given, Keep):
             return self.given
-        try:
-            return Keep(last=self.given)
-        except ValueError:
-            raise ContextError(
-                f"keep={self.given!r}: give an elaunch.Keep, how many of the newest stay, or None"
-            ) from None
+        raise ContextError(f"keep={self.given!r}: write keep=elaunch.Keep(last={self.given!r})")
 
 
-def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None) -> SaveRequest:
+def as_given(metadata: Any, keep: Keep | None, timeout: float | None) -> SaveRequest:
     """Return what store_path is asked for; it is checked in the first step of all ranks."""
     step = metadata.get(layout.STEPS_COMPLETED) if isinstance(metadata, Mapping) else None
     number = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else 0
@@ -235,7 +230,7 @@ def as_given(metadata: Any, keep: Keep | int | None, timeout: float | None) -> S
 def at_step(
     step: int,
     metadata: Mapping[str, Any] | None,
-    keep: Keep | int | None,
+    keep: Keep | None,
     timeout: float | None,
     what: str,
 ) -> SaveRequest:

@@ -68,8 +68,8 @@ class CheckpointContext(Renamed):
     alone blocks while the storage answers.
 
     ``timeout`` is, everywhere, the seconds that each wait for the other ranks may take; None: those
-    of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit: an
-    ``elaunch.Keep``, the number of the newest that stay, or None for the command's flags.
+    of ``elaunch.init()``. ``keep`` says which older checkpoints may go after the commit, as in
+    ``keep=elaunch.Keep(last=3)``; None: as the command's flags say.
     ``which`` names a checkpoint: by its name, its uuid, its path or URL, or by what ``latest()``,
     ``list()``, ``load()`` or ``save()`` returned. A checkpoint that is only read may be anywhere;
     others are in ``directory``.
@@ -96,7 +96,7 @@ class CheckpointContext(Renamed):
         metadata: Mapping[str, Any],
         *,
         shard: bool = False,
-        keep: Keep | int | None = None,
+        keep: Keep | None = None,
         timeout: float | None = None,
     ) -> Iterator[tuple[Path, str]]:
         """Store what is written in the block of ``with …store_path(metadata) as (path, uuid)``.
@@ -149,7 +149,7 @@ class CheckpointContext(Renamed):
         step: int,
         metadata: Mapping[str, Any] | None = None,
         *,
-        keep: Keep | int | None = None,
+        keep: Keep | None = None,
         timeout: float | None = None,
     ) -> Committed:
         """Make a checkpoint of what another writer has written to :meth:`stage_path`; return it.
@@ -234,7 +234,7 @@ class CheckpointContext(Renamed):
         step: int,
         *,
         metadata: Mapping[str, Any] | None = None,
-        keep: Keep | int | None = None,
+        keep: Keep | None = None,
         block: bool | None = None,
         every: Every | None = None,
         when_busy: Busy = "wait",

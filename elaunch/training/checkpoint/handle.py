@@ -362,7 +362,7 @@ def _check(every: Every, keep: Keep | None) -> None:
         if not (keep or where.keep_of(os.environ)):
             raise ContextError(
                 "every='auto' saves as often as is worth it, and all of that would stay: say what "
-                "may go, as with keep=3 or --checkpoint-keep-last 3"
+                "may go, as with keep=elaunch.Keep(last=3) or --checkpoint-keep-last 3"
             )
     elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ContextError(f"every={every!r}: give a number of steps, 1 or more, or 'auto'")

@@ -39,7 +39,9 @@ def main() -> None:
             if rank() == 0:
                 progress.write(f"{time.monotonic():.6f} {step}\n")
             begin = time.monotonic()
-            handle = context.checkpoint.save(state, step, every="auto", keep=KEEP)
+            handle = context.checkpoint.save(
+                state, step, every="auto", keep=elaunch.Keep(last=KEEP)
+            )
             if not handle.skipped:
                 saves.write(f"{step} {time.monotonic() - begin:.6f}\n")
 

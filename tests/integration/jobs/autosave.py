@@ -26,7 +26,7 @@ with elaunch.init(announce=False) as ctx:
     for step in itertools.count(begin + 1):
         time.sleep(0 if saved else 0.02)
         state["step"], state["weights"] = step, state["weights"] + 1
-        handle = ctx.checkpoint.save(state, step, every="auto", keep=2)
+        handle = ctx.checkpoint.save(state, step, every="auto", keep=elaunch.Keep(last=2))
         if handle.skipped:
             continue
         saved += 1

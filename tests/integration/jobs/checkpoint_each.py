@@ -34,6 +34,7 @@ import elaunch.training.checkpoint.save
 import elaunch.training.context
 
 NAMES = ("weights", "moments")
+KEEP = elaunch.Keep(last=2)
 
 
 class Dying(io.FileIO):
@@ -92,12 +93,13 @@ def save(ctx: elaunch.Context, mode: str, state: dict[str, Any]) -> None:
     """Save, and keep two."""
     step = state["step"]
     if mode == "store":
-        with ctx.checkpoint.store_path({"steps_completed": step}, keep=2) as (path, _):
+        metadata = {"steps_completed": step}
+        with ctx.checkpoint.store_path(metadata, keep=KEEP) as (path, _):
             (path / "deep").mkdir()
             torch.save({"step": state.pop("step")}, path / "deep" / "step.pt")
             torch.save(state, path / "tensors.pt")
     else:
-        ctx.checkpoint.save(state, step, keep=2, block=mode == "save")
+        ctx.checkpoint.save(state, step, keep=KEEP, block=mode == "save")
         ctx.checkpoint.wait()
 
 

@@ -1,8 +1,8 @@
 """Read what one process saves again and again, from many: ``DIR MODE READERS SECONDS``.
 
-MODE ``elaunch``: ``store_path`` with keep=2, and readers that look for the newest and hold it while
-they read; ``plain``: ``torch.save`` to one name. Prints ``{"saved": n, "read": n, "failed": n,
-"why": {"an error": n}}``.
+MODE ``elaunch``: ``store_path``, which keeps two, and readers that look for the newest and hold it
+while they read; ``plain``: ``torch.save`` to one name. Prints ``{"saved": n, "read": n,
+"failed": n, "why": {"an error": n}}``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_elaunch(directory: Path, until: float) -> int:
         while time.monotonic() < until or step < SAVES:
             step += 1
             metadata = {"steps_completed": step}
-            with ctx.checkpoint.store_path(metadata, keep=2) as (path, _):
+            with ctx.checkpoint.store_path(metadata, keep=elaunch.Keep(last=2)) as (path, _):
                 torch.save(state_of(step), path / "state.pt")
     return step
 

@@ -131,7 +131,7 @@ class Noise:
 class Store:
     """Mode ``store``: each rank writes every N-th tensor, and its own file."""
 
-    def save(self, ctx: elaunch.Context, it: Training, keep: int | None) -> None:
+    def save(self, ctx: elaunch.Context, it: Training, keep: elaunch.Keep | None) -> None:
         """Save."""
         metadata = {"steps_completed": it.step, f"rank_{it.rank}": "ok"}
         with ctx.checkpoint.store_path(metadata, shard=True, keep=keep) as (path, _):
@@ -167,7 +167,7 @@ class Save:
         self.block = block
         self.busy: Any = "wait"
 
-    def save(self, ctx: elaunch.Context, it: Training, keep: int | None) -> None:
+    def save(self, ctx: elaunch.Context, it: Training, keep: elaunch.Keep | None) -> None:
         """Save."""
         ctx.checkpoint.save(it.state(), it.step, keep=keep, block=self.block, when_busy=self.busy)
 
@@ -180,7 +180,7 @@ class Save:
 class Nothing:
     """Mode ``none``."""
 
-    def save(self, ctx: elaunch.Context, it: Training, keep: int | None) -> None:
+    def save(self, ctx: elaunch.Context, it: Training, keep: elaunch.Keep | None) -> None:
         """Do nothing."""
 
     def load(self, ctx: elaunch.Context, it: Training) -> int | None:
@@ -195,7 +195,8 @@ def run(ctx: elaunch.Context, directory: Path, words: list[str]) -> None:
     """Train from where the latest checkpoint is to the end."""
     mode, steps, every = MODES[words[0]], int(words[1]), int(words[2])
     given = dict(word.partition("=")[::2] for word in words[3:])
-    keep = int(given.get("keep", 2)) or None
+    last = int(given.get("keep", 2))
+    keep = elaunch.Keep(last=last) if last else None
     it = Training(int(given.get("wide", 8)))
     if isinstance(mode, Save):
         mode.busy = given.get("busy", "wait")

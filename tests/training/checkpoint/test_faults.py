@@ -181,7 +181,7 @@ def fills():
 full = [tried(fills), tried(lambda: ck.save(mega, 90, keep=Keep(last=9)))]
 ctx.distributed.barrier()
 left = [each.step for each in ck.list()], os.listdir(ck.directory / ".stage")
-ck.save(mega, 100, keep=1)
+ck.save(mega, 100, keep=Keep(last=1))
 say(json.dumps([kept, full, left, tried(lambda: [each.step for each in ck.list()])]))
 """
     env = {"ELAUNCH_CHECKPOINT_DIR": str(small_disk / "ckpt")}

@@ -126,7 +126,7 @@ def wrong_on_one_rank(ctx: Any) -> Any:
         return wrong if rank == 1 else right
 
     def stored() -> None:
-        with ck.store_path({"steps_completed": 2}, shard=True, keep=given(2, "two")):
+        with ck.store_path({"steps_completed": 2}, shard=True, keep=given(None, "two")):
             pass
 
     def restored() -> None:
@@ -134,7 +134,7 @@ def wrong_on_one_rank(ctx: Any) -> Any:
             pass
 
     calls: list[Callable[[], Any]] = [
-        lambda: ck.save(state, 2, keep=given(2, "two")),
+        lambda: ck.save(state, 2, keep=given(None, "two")),
         lambda: ck.save(state, 2, metadata=given({}, 5)),
         lambda: ck.save(state, 2, when_busy=given("wait", "never")),
         stored,

@@ -348,7 +348,7 @@ first = [each.step for each in ck.list()]
 if rank == 0:
     ck.pin(ck.list()[0].name)
 ctx.distributed.barrier()
-store(50, keep=1)
+store(50, keep=Keep(last=1))
 ctx.distributed.barrier()
 second = [each.step for each in ck.list()]
 if rank == 0:
@@ -364,5 +364,5 @@ say(json.dumps([first, second, [each.step for each in ck.list()],
     assert ended[0] == ended[1]
     assert ended[0][:3] == [[20, 30, 40], [20, 50], [50, 60]]
     assert ended[0][3].startswith("ContextError: store_path: "), ended[0][3]
-    assert "keep='all': give an elaunch.Keep" in ended[0][3]
+    assert "keep='all': write keep=elaunch.Keep(last='all')" in ended[0][3]
     assert ended[0][4] == 2  # for a process that commits it in the place of one that has died

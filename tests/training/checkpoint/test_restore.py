@@ -83,7 +83,7 @@ else:
     with ck.restore_path("step-00000010.r0"):
         ctx.distributed.barrier()
     refused = tried(lambda: ck.delete("step-00000010.r0"))
-    store(30, shard=False, keep=1)
+    store(30, shard=False, keep=Keep(last=1))
     left = [each.step for each in ck.list()]
     ctx.distributed.barrier()
 ctx.distributed.barrier()
@@ -178,13 +178,13 @@ def test_how_many_stay(start: Start) -> None:
     script = """
 store(10)
 if rank == 0:
-    store(20, shard=False, keep=3)
+    store(20, shard=False, keep=Keep(last=3))
 for step in (30, 40, 50, 60):
-    store(step, keep=3)
+    store(step, keep=Keep(last=3))
 ctx.distributed.barrier()
 kept = [each.step for each in ck.list()]
 ctx.distributed.barrier()
-store(5, keep=1)
+store(5, keep=Keep(last=1))
 ctx.distributed.barrier()
 say(json.dumps([kept, [each.step for each in ck.list()]]))
 """
@@ -248,7 +248,7 @@ def check(uuid):
 """
     write = """
 for step in range(1, 26):
-    store(step, {f"{rank}": "x" * 100_000}, keep=1)
+    store(step, {f"{rank}": "x" * 100_000}, keep=Keep(last=1))
 ctx.distributed.barrier()
 Path("end").touch()
 say(json.dumps(25))

@@ -74,7 +74,7 @@ def test_what_is_no_interval(every: Any) -> None:
 
 def test_what_would_fill_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELAUNCH_CHECKPOINT_KEEP", raising=False)
-    with pytest.raises(ContextError, match="keep=3"):
+    with pytest.raises(ContextError, match=r"keep=elaunch\.Keep\(last=3\)"):
         due(Schedule(None), "auto", range(1, 3))
     assert due(Schedule(None), "auto", range(1, 13), elaunch.Keep(last=3)) == [11, 12]
     monkeypatch.setenv("ELAUNCH_CHECKPOINT_KEEP", '{"last": 3}')
@@ -193,7 +193,7 @@ def by_itself(ctx: Any) -> Any:
     for step in range(1, 2 * FIRST + 2):
         state["x"] = step
         time.sleep(0.002 * ctx.distributed.rank)
-        handle = ctx.checkpoint.save(state, step, every="auto", keep=2)
+        handle = ctx.checkpoint.save(state, step, every="auto", keep=elaunch.Keep(last=2))
         if not handle.skipped:
             handles.append(handle)
     ctx.checkpoint.wait()

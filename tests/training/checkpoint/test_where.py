@@ -192,7 +192,7 @@ def conflict():
     store(20, {"x": str(rank)})
 wrong = [tried(conflict), tried(lambda: store(20, metadata={"k": rank}))]
 store(20, {"y": "y"})
-store(30, {f"{rank}": str(rank)}, metadata={f"rank_{rank}": "ok"}, keep=1)
+store(30, {f"{rank}": str(rank)}, metadata={f"rank_{rank}": "ok"}, keep=Keep(last=1))
 ctx.distributed.barrier()
 say(json.dumps([wrong, [each.step for each in ck.list()], ck.get_metadata("step-00000030.r0")]))
 """
