@@ -101,7 +101,7 @@ class Training:
             "model": self.model,
             "optimizer": self.optimizer,
             "sampler": self.sampler,
-            "noise": elaunch.PerRank(Noise(self.noise)),
+            "noise": elaunch.PerRank(Noise(self.noise), on_fewer_ranks="drop"),
         }
 
     def digests(self) -> dict[str, str]:

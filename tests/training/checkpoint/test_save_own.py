@@ -61,7 +61,8 @@ def kept(number: int) -> elaunch.PerRank:
     """Return a module and its optimizer, which a rank that was not there keeps as they are."""
     module = local_module(number)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0 + number)
-    return elaunch.PerRank({"m": module, "o": optimizer, "n": number}, on_more_ranks="keep")
+    value = {"m": module, "o": optimizer, "n": number}
+    return elaunch.PerRank(value, on_more_ranks="keep", on_fewer_ranks="drop")
 
 
 def local_module(rank: int) -> nn.Module:
@@ -81,10 +82,10 @@ def load_own(ctx: Any) -> Any:
     position = Position(0)
     state = {
         "rng": elaunch.rng_state(),
-        "position": elaunch.PerRank(position),
-        "plain": elaunch.PerRank(None),
+        "position": elaunch.PerRank(position, on_fewer_ranks="drop"),
+        "plain": elaunch.PerRank(None, on_fewer_ranks="drop"),
         "summed": elaunch.PerRank(0, on_resize=sum),
-        "module": elaunch.PerRank(module),
+        "module": elaunch.PerRank(module, on_fewer_ranks="drop"),
         "kept": kept(7),
         "same": 0,
     }
@@ -208,3 +209,5 @@ def test_a_mistyped_word() -> None:
     """Is refused where it stands, with those that there are."""
     with pytest.raises(ContextError, match=r"PerRank\(on_more_ranks='kepe'\): give \"wrap\" or"):
         elaunch.PerRank(1, on_more_ranks="kepe")  # type: ignore[arg-type]
+    with pytest.raises(ContextError, match='give "error" or "drop"'):
+        elaunch.PerRank(1, on_fewer_ranks="dorp")  # type: ignore[arg-type]

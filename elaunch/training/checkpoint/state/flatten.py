@@ -32,12 +32,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from elaunch import text
 from elaunch.errors import CheckpointError
 from elaunch.training import unpickling
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp.metadata import Stored, key_of
 from elaunch.training.checkpoint.state import kinds, modules, optimizers, tensors
-from elaunch.training.checkpoint.state.perrank import PerRank, note_dropped, rank_name
+from elaunch.training.checkpoint.state.perrank import PerRank, rank_name
 from elaunch.training.checkpoint.together import guarded
 
 _PLAIN: Final = (int, float, str, bool, type(None))
@@ -369,8 +370,12 @@ class _Walk:
         if marked.on_resize is not None and len(saved) != self._stored.world_size_now:
             self._resized(marked, path, saved)
             return
-        if self._rank == 0:
-            note_dropped(key_of(path), saved, self._stored.world_size_now)
+        if marked.on_fewer_ranks == "error" and (left := saved[self._stored.world_size_now :]):
+            raise CheckpointError(
+                f"{key_of(path)}: what {text.ranks(left)} had of their own is not loaded on "
+                f"{text.count(self._stored.world_size_now, 'rank')}: write "
+                'PerRank(…, on_fewer_ranks="drop") to leave it out, or use it in on_resize='
+            )
         if self._rank < len(saved) or marked.on_more_ranks == "wrap":
             self._own(marked, (*path, rank_name(saved[self._rank % len(saved)])))
 

@@ -1,28 +1,24 @@
 """Values that each rank keeps for itself: random states, the position in its data.
 
 A value that all ranks save under one key is stored once. ``PerRank`` marks what is not the same on
-all of them: each rank's is stored, under ``key.rank-00003``, and each gets its own back. With
-another number of ranks, rank r gets that of rank ``r % (number of ranks that saved)``; or keeps
-what it has; or gets what ``on_resize`` makes of all of them.
+all of them: each rank's is stored, under ``key.rank-00003``, and each gets its own back. Of more
+ranks, rank r gets that of rank ``r % (number of ranks that saved)``, or keeps what it has; fewer
+are an error, or leave some out; or each gets what ``on_resize`` makes of all of them.
 """
 
 from __future__ import annotations
 
 import array
-import logging
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from elaunch import text
 from elaunch.errors import ContextError
 from elaunch.training.checkpoint.state import tensors
-
-log = logging.getLogger("elaunch")
 
 _RANK = re.compile(r"rank-([0-9]{5,})")
 
@@ -38,17 +34,6 @@ def parse_rank_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def note_dropped(name: str, saved: Sequence[int], ranks: int) -> None:
-    """Log which ranks' own values a load on fewer ranks leaves out; rank 0 calls it."""
-    if left := saved[ranks:]:
-        log.warning(
-            "%s: what %s had of their own is not loaded on %s; PerRank(…, on_resize=…) can use it",
-            name,
-            text.ranks(left),
-            text.count(ranks, "rank"),
-        )
-
-
 class PerRank:
     """Marks, in the state of ``ctx.checkpoint.save`` and ``load``, what each rank has of its own.
 
@@ -57,6 +42,8 @@ class PerRank:
             dict, a module, an object with ``state_dict`` and ``load_state_dict``.
         on_more_ranks: what rank r gets if only ``saved`` <= r ranks have saved: "wrap", that of
             rank ``r % saved``; "keep", the value that it has.
+        on_fewer_ranks: what happens if more ranks have saved than load: "error", the load is
+            refused; "drop", what those beyond had is left out.
         on_resize: called by ``load`` if another number of ranks has saved, with what each of them
             had, in the order of the ranks; returns what this rank takes. Refused for modules,
             optimizers and dicts with them, which are loaded in place.
@@ -70,12 +57,18 @@ class PerRank:
         value: Any,
         *,
         on_more_ranks: Literal["wrap", "keep"] = "wrap",
+        on_fewer_ranks: Literal["error", "drop"] = "error",
         on_resize: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if on_more_ranks not in ("wrap", "keep"):
             raise ContextError(f'PerRank(on_more_ranks={on_more_ranks!r}): give "wrap" or "keep"')
+        if on_fewer_ranks not in ("error", "drop"):
+            raise ContextError(
+                f'PerRank(on_fewer_ranks={on_fewer_ranks!r}): give "error" or "drop"'
+            )
         self.value = value
         self.on_more_ranks = on_more_ranks
+        self.on_fewer_ranks = on_fewer_ranks
         self.on_resize = on_resize
 
     def __repr__(self) -> str:
@@ -132,4 +125,4 @@ def rng_state() -> PerRank:
     gets its own back; a rank that there was not at the save keeps the states that it has: two ranks
     with one state would draw the same numbers.
     """
-    return PerRank(RandomState(), on_more_ranks="keep")
+    return PerRank(RandomState(), on_more_ranks="keep", on_fewer_ranks="drop")
