@@ -62,10 +62,9 @@ def main() -> None:
         # All ranks load, then wrap. The other way round works as well.
         found = ctx.checkpoint.load(state)
         ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        first = found.step if found else 0
         if rank == 0:
-            print(f"starts at step {first}", flush=True)
-        for step in range(first + 1, args.steps + 1):
+            print(f"starts at step {found.step}", flush=True)
+        for step in range(found.step + 1, args.steps + 1):
             x, y = batch(step, rank)
             optimizer.zero_grad()
             nn.functional.mse_loss(ddp(x.to(device)), y.to(device)).backward()

@@ -23,7 +23,7 @@ def main() -> None:
     with elaunch.init(name="sharded") as ctx:
         rank, size = dist.get_rank(), dist.get_world_size()
         latest = ctx.checkpoint.latest()
-        first = 0 if latest is None else latest.step + 1
+        first = latest.next_step if latest else 0
         for batch in range(first, 100):
             if batch % size == rank:
                 metrics = {"loss": random.random(), "rank": rank}

@@ -192,6 +192,30 @@ class Committed:
         """Order checkpoints from old to new."""
         return (self.step, self.round)
 
+    @property
+    def next_step(self) -> int:
+        """The step to go on with; 0 where a run begins, with nothing or with another's weights."""
+        return self.step + 1
+
+
+@dataclass(frozen=True)
+class Begun(Committed):
+    """Step 0 of a run: the other run's checkpoint that it begins with, or none, which is false."""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    @property
+    def next_step(self) -> int:
+        """The first one."""
+        return 0
+
+    @classmethod
+    def of(cls, found: Committed | None) -> Begun:
+        """Return the beginning with a checkpoint of another run, or with none."""
+        fields: dict[str, Any] = {"name": "", "place": "", "round": 0, "uuid": "", "metadata": {}}
+        return cls(**{**fields, "size": 0, **(vars(found) if found else {}), "step": 0})
+
 
 ReadBefore = dict[str, tuple[object, Committed]]
 """Checkpoints as a storage has read them before: by its own names, each with a mark that changes

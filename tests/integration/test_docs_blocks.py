@@ -109,13 +109,13 @@ class Script(NamedTuple):
 SAVES = "--checkpoint-dir CKPT"
 SCRIPTS = {
     "README.md python 0": Script(
-        MODEL, "assert found is None and step == 100\nprint('ran')\n", flags=SAVES
+        MODEL, "assert not found and step == 99\nprint('ran')\n", flags=SAVES
     ),
     "README.md python 1": Script(
         BATCHES, "assert (step, sampler.epoch) == (4, 0), step\nprint('ran')\n"
     ),
     "docs/AGENTS.md python 0": Script(
-        MODEL, "assert found is None and step == 100 and not asked\nprint('ran')\n", flags=SAVES
+        MODEL, "assert not found and step == 99 and not asked\nprint('ran')\n", flags=SAVES
     ),
     "docs/checkpoints.md python 0": Script(
         "import os, torch\nmodel = torch.nn.Linear(1, 1)\n",
@@ -154,13 +154,14 @@ SCRIPTS = {
             state, before = {"model": model, "optimizer": optimizer}, model.module.weight.clone()
             ctx = elaunch.init()
             """),
-        "ctx.close()\nassert found is None and first == 1\n"
+        "ctx.close()\nassert not found and first == 0\n"
         "assert not torch.equal(model.module.weight, before)\nprint('ran')\n",
         flags=SAVES,
     ),
     "docs/saving.md py 1": Script(
-        MODEL + "state = {'model': model}\nctx = elaunch.init()\nfound = None\n",
-        "ctx.close()\nassert step == 100\nprint('ran')\n",
+        MODEL
+        + "state = {'model': model}\nctx = elaunch.init()\nfound = ctx.checkpoint.load(state)\n",
+        "ctx.close()\nassert step == 99\nprint('ran')\n",
         flags=SAVES,
     ),
     "docs/tutorial.md python 1": Script("import time\nrank = 2\nif True:\n", inside=True),

@@ -81,7 +81,7 @@ def main(directory: Path, words: list[str]) -> None:
             ).start()
         state = {"step": torch.zeros(1)}
         found = ctx.checkpoint.load(state)
-        step = found.step if found else 0
+        step = found.step
         note(directory, f"began.{number}.{rank}", step)
         while not ctx.distributed.broadcast((directory / "stop").exists()):
             step += 1

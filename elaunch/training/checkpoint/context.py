@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from elaunch.checkpoint import shelves
-from elaunch.checkpoint.records import Keep
+from elaunch.checkpoint.records import Begun, Keep
 from elaunch.checkpoint.storage.storage import Committed, Location
 from elaunch.errors import ContextError
 from elaunch.training import liveness
@@ -251,7 +251,7 @@ class CheckpointContext(Renamed):
             state: modules (plain, DDP, FSDP, tensor parallel), their optimizers, others with
                 ``state_dict``, tensors, plain values, dicts and lists of them;
                 ``elaunch.PerRank`` for what each rank has of its own.
-            step: number of steps done.
+            step: the last step done, which ``load`` gives back.
             metadata: more for JSON, beside ``steps_completed``.
             block: return when it is committed (by default, without ``every``), or in memory.
             every: save only when this many steps have passed since the last save, or since the
@@ -296,8 +296,8 @@ class CheckpointContext(Renamed):
         source: str | os.PathLike[str] | None = None,
         strict: bool = True,
         timeout: float | None = None,
-    ) -> Committed | None:
-        """Load what :meth:`save` saved into the objects of ``state``; None if there is nothing.
+    ) -> Committed:
+        """Load what :meth:`save` saved into the objects of ``state``, and return what was found.
 
         ALL ranks call it together; there may be more or fewer of them than saved. Shards that
         living agents still have in memory are not read from the disk.
@@ -306,9 +306,11 @@ class CheckpointContext(Renamed):
             state: as for :meth:`save`.
             which: see the class; the latest without.
             source: path or URL of another run's checkpoint, or of a directory with some, to begin
-                from while this run has none of its own; by default what --init-from names. The
-                checkpoint that is returned has step 0 then: a new run begins.
+                from while this run has none of its own; by default what --init-from names.
             strict: refuse what is missing in the checkpoint, and what only it has.
+
+        Returns the checkpoint, with its ``step`` and the ``next_step`` to go on with. Both are 0
+        where a run begins: after ``source``, and where there is nothing, which is false.
 
         Raises:
             CheckpointError: on all ranks; names keys and ranks.
@@ -319,7 +321,7 @@ class CheckpointContext(Renamed):
         call, wanted = restore.wanted(
             self._session, which, source, timeout=timeout, what=loading.WHAT
         )
-        return loading.load(call, wanted, state, strict)
+        return loading.load(call, wanted, state, strict) or Begun.of(None)
 
     @_in_section
     def reserve(self, state: Mapping[str, Any], *, timeout: float | None = None) -> None:

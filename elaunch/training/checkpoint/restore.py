@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from elaunch.checkpoint import layout, retention
+from elaunch.checkpoint.records import Begun
 from elaunch.checkpoint.search import elsewhere
 from elaunch.checkpoint.search.locations import parse_location, without_slash
 from elaunch.checkpoint.storage.storage import Committed, Location, Storage, open_storage
@@ -157,7 +158,7 @@ def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | 
     there, found = _chosen(call, wanted)
     if found is not None and call.rank == 0:
         log.info("this run has no checkpoint: it begins at step 0 from %s", found.place)
-    return there, None if found is None else replace(found, step=0)
+    return there, None if found is None else Begun.of(found)
 
 
 def read(

@@ -47,8 +47,7 @@ def main() -> None:
         equal = _equal(training, Training(megabytes))
         resumed = context.info.resume_from
         disk = _load_with_dcp(Training(megabytes), resumed) if resumed else None
-        step = found.step if found else 0
-        leave("loads", {"step": step, "memory": loaded, "disk": disk, "equal": equal})
+        leave("loads", {"step": found.step, "memory": loaded, "disk": disk, "equal": equal})
     dist.destroy_process_group()
 
 

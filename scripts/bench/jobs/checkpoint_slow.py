@@ -38,7 +38,7 @@ def main() -> None:
         training.optimizer.step()
         dist.barrier()
         times = {"began": began, "made": made, "loaded": loaded, "done": time.monotonic()}
-        leave("steps", {**times, "step": found.step if found else 0})
+        leave("steps", {**times, "step": found.step})
         if context.info.round == 0:
             _save_and_die(training, context)
     dist.destroy_process_group()

@@ -28,7 +28,7 @@ def main() -> None:
         (directory() / f"saves.{name}").open("a", buffering=1) as saves,
     ):
         found = context.checkpoint.load(state)
-        step = found.step if found else 0
+        step = found.step
         stamp("worker")
         while True:
             time.sleep(STEP_SECONDS)

@@ -20,7 +20,7 @@ dist.init_process_group("gloo")
 with elaunch.init(announce=False) as ctx:
     state = {"weights": torch.zeros(1000), "step": 0}
     found = ctx.checkpoint.load(state)
-    begin, saved = found.step if found else 0, 0
+    begin, saved = found.step, 0
     assert state["step"] == begin and state["weights"].eq(begin).all()
     print(f"rank {ctx.info.rank} begins at {begin}", flush=True)
     for step in itertools.count(begin + 1):

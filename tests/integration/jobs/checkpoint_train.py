@@ -174,7 +174,7 @@ class Save:
     def load(self, ctx: elaunch.Context, it: Training) -> int | None:
         """Load into ``it`` and return the step."""
         found = ctx.checkpoint.load(it.state())
-        return None if found is None else found.step
+        return found.step if found else None
 
 
 class Nothing:

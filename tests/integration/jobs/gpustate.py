@@ -10,7 +10,7 @@ import elaunch
 state = {"w": torch.ones(1 << 22, device="cuda"), "step": 0}
 with elaunch.init() as ctx:
     found = ctx.checkpoint.load(state)
-    print("resumed", 0 if found is None else found.step, state["w"].device, flush=True)
+    print("resumed", found.step, state["w"].device, flush=True)
     while state["step"] < 5:
         state["step"] += 1
         state["w"] += 1

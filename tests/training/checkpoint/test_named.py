@@ -76,7 +76,7 @@ def test_what_names_nothing(ranks: Ranks, tmp_path: Path) -> None:
                 refused(place)
         state = {"x": 0}
         found = checkpoint.load(state, which=place)
-        assert found is not None and (state["x"], found.step) == (1, 1)
+        assert (state["x"], found.step) == (1, 1)
         assert checkpoint.get_metadata(place) == {"steps_completed": 1}
 
     with pytest.MonkeyPatch.context() as patch:

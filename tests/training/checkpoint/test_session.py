@@ -227,7 +227,7 @@ def test_a_damaged_one_where_nothing_can_be_written(
     def work(checkpoint: CheckpointContext, _: int) -> Any:
         state = {"x": 0}
         found = checkpoint.load(state)
-        return found and found.step, state["x"]
+        return found.step, state["x"]
 
     assert ranks.run(2, work).all() == [(1, 1), (1, 1)]
     assert "step-00000002.r0 cannot be put into quarantine" in caplog.text

@@ -40,7 +40,7 @@ def test_the_file_of_save_ddp(ranks: Ranks) -> None:
         own, rows = PerRank({"at": 0}), [torch.zeros(2)]
         state = {**trained(2), "seen": {"epoch": 0, "rows": rows}, "own": own}
         found = checkpoint.load(state)
-        assert found is not None and state["seen"]["epoch"] == 3 and rows[0].sum() == 2
+        assert state["seen"]["epoch"] == 3 and rows[0].sum() == 2
         same = [torch.equal(value, weights[n]) for n, value in state["model"].state_dict().items()]
         moments = [
             one["exp_avg"].sum() for one in state["optimizer"].state_dict()["state"].values()
@@ -74,6 +74,6 @@ def test_a_file_by_its_path(ranks: Ranks, tmp_path: Path) -> None:
     def work(checkpoint: CheckpointContext, _: int) -> Any:
         state = {"w": torch.zeros(2)}
         found = checkpoint.load(state, source=tmp_path / "weights.pt")
-        return found and found.step, float(state["w"].sum())
+        return found.step, found.next_step, float(state["w"].sum())
 
-    assert ranks.run(2, work).all() == [(0, 2.0), (0, 2.0)]
+    assert ranks.run(2, work).all() == [(0, 0, 2.0)] * 2
