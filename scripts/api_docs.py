@@ -55,10 +55,10 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # Public for other parts of elaunch, not for scripts.
 INNER: dict[str, tuple[str, ...]] = {
-    "DistributedContext": ("of", "describe", "seconds", "note"),
+    "DistributedContext": ("of", "open", "close", "describe", "seconds", "note"),
     "KeyStore": ("close",),
     "PreemptContext": ("start", "on_notice", "on_signal", "close"),
-    "TrainContext": ("attach", "note_step", "close"),
+    "TrainContext": ("attach", "note_step", "metrics_at", "close"),
     "Step": ("under_way",),
     "CheckpointContext": ("close",),
     "Committed": ("age",),
@@ -79,6 +79,17 @@ MADE = (
     "Info",
 )
 
+# Calls that are described as one.
+GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "DistributedContext": (
+        ("allgather", "gather", "broadcast", "barrier"),
+        ("allgather_local", "gather_local", "broadcast_local", "barrier_local"),
+    ),
+    "TrainContext": (("report_training_metrics", "report_validation_metrics", "report_metrics"),),
+    "CheckpointContext": (("pin", "unpin"),),
+    "ElasticDistributedSampler": (("state_dict", "load_state_dict"),),
+}
+
 BEGINNING = """# What a script imports
 
 Written by `scripts/api_docs.py` from the docstrings; do not edit it here.
@@ -91,10 +102,56 @@ with elaunch.init() as ctx:
 ```
 
 A script that imports `elaunch` runs unchanged under `elaunch run`, torchrun, `mpirun`/`srun` and
-alone. Nothing is loaded before it is asked for. The table says which ranks make a call together,
-whether it blocks, and what it raises; an empty cell means that the docstring does not say.
+alone. Nothing is loaded before it is asked for.
 
-"""
+What most scripts need, in the block of `with elaunch.init()`:
+
+```python
+state = {"model": model, "optimizer": optimizer}  # save, and resume from the newest that is whole
+found = ctx.checkpoint.load(state)
+for step in range(found.next_step, steps):
+    train(step)
+    ctx.checkpoint.save(state, step, block=False, keep=elaunch.Keep(last=3))
+```
+
+```python
+ctx.train.report_training_metrics(step, {"loss": loss})  # report
+ctx.train.report_validation_metrics(step, {"accuracy": accuracy})
+ctx.train.report_progress(step / steps)
+```
+
+```python
+if ctx.preempt.should_preempt():  # end in time; all ranks ask, and get one answer
+    ctx.checkpoint.save(state, step)
+    sys.exit()  # 75: the same command goes on from here
+```
+
+```python
+sampler = elaunch.ElasticDistributedSampler(dataset)  # each sample once per epoch, on any ranks
+for batch in DataLoader(dataset, 32, sampler=sampler):
+    train(batch)
+    sampler.advance(len(batch))
+```
+
+```python
+losses = ctx.distributed.allgather(loss)  # one for each rank
+settings = ctx.distributed.broadcast(settings)  # rank 0's
+with ctx.distributed.in_turn():
+    download(dataset)
+```
+
+| task | here | Accelerate | Fabric | orbax | Determined |
+|---|---|---|---|---|---|
+| save | `checkpoint.save(state, step)` | `save_state(dir)` | `save(path, state)` | `CheckpointManager.save(step, args=…)` | `checkpoint.store_path(metadata)` |
+| resume | `checkpoint.load(state)` | `load_state(dir)` | `load(path, state)` | `restore(latest_step(), args=…)` | `checkpoint.restore_path(info.latest_checkpoint)` |
+| report | `train.report_training_metrics(step, …)` | `log(…, step)` | `log_dict(…, step)` | | `train.report_training_metrics(step, …)` |
+| end in time | `preempt.should_preempt()` | | | `reached_preemption(step)` | `preempt.should_preempt()` |
+| values of all ranks | `distributed.allgather(x)` | `gather_for_metrics(x)` | `all_gather(x)` | | `distributed.allgather(x)` |
+
+The next table says which ranks make a call together, whether it blocks, and what it raises; an
+empty cell means that the docstring does not say.
+
+"""  # noqa: E501 - rows of a table
 
 # Sentences of a docstring that say who calls it, and whether that blocks.
 WHO = re.compile(
@@ -118,6 +175,8 @@ class Entry:
     text: str
     inherited: str = ""
     """The docstring of its class, for what holds for all of its calls."""
+    heading: str = ""
+    """The heading above it; that of the first one of a group."""
 
     @property
     def call(self) -> bool:
@@ -174,28 +233,50 @@ def entries(place: str) -> list[Entry]:
     head = f"class {shown}"
     if made is not None and name not in MADE:
         head = signature(head, made, True)
+    public = [m for m in methods if m.name[0] != "_" and m.name not in INNER.get(name, ())]
     text = documented(node)
-    if attributes := attribute_texts(node):
-        text += "\n\nAttributes:\n" + attributes
-    found = [Entry(shown, head, text)]
-    for method in methods:
-        if method.name.startswith("_") and method.name not in ("__len__", "__iter__"):
-            continue
-        if method.name in INNER.get(name, ()) or any(
-            ast.unparse(d).endswith((".setter", "overload")) for d in method.decorator_list
-        ):
-            continue
-        found.append(member(name, method, documented(node)))
+    properties = [m for m in public if is_property(m) and f"    {m.name}: " not in text]
+    attributes = attribute_texts(node) + "".join(map(property_text, properties))
+    found = [Entry(shown, head, with_attributes(text, attributes))]
+    for method in public:
+        marks = [ast.unparse(d) for d in method.decorator_list]
+        if not is_property(method) and not any(mark.endswith(".setter") for mark in marks):
+            found.append(member(name, method, documented(node)))
     return found
 
 
+def is_property(node: ast.FunctionDef) -> bool:
+    """Tell whether a method is read as an attribute."""
+    return any(ast.unparse(d) == "property" for d in node.decorator_list)
+
+
+def property_text(node: ast.FunctionDef) -> str:
+    """Return a property as lines of a section."""
+    first, *more = filter(None, documented(node).splitlines())
+    return f"    {node.name}: {first[0].lower()}{first[1:]}\n" + "".join(
+        f"        {line}\n" for line in more
+    )
+
+
+def with_attributes(text: str, attributes: str) -> str:
+    """Return a class's docstring with these lines at the end of its section of attributes."""
+    if not attributes:
+        return text
+    if "Attributes:\n" not in text:
+        return f"{text}\n\nAttributes:\n{attributes}"
+    before, _, after = text.partition("Attributes:\n")
+    own, blank, rest = after.partition("\n\n")
+    return f"{before}Attributes:\n{own}\n{attributes}{blank}{rest}"
+
+
 def member(owner: str, node: ast.FunctionDef, class_text: str) -> Entry:
-    """Return a method's or property's entry."""
+    """Return a method's entry."""
     title = f"{owner}.{node.name}"
-    if any(ast.unparse(d) == "property" for d in node.decorator_list):
-        kind = f": {ast.unparse(node.returns)}" if node.returns else ""
-        return Entry(title, title + kind, documented(node))
-    return Entry(title, signature(title, node, True), documented(node), class_text)
+    heading = f"`{title}`"
+    for names in GROUPS.get(owner, ()):
+        if node.name in names:
+            heading = ", ".join([f"`{owner}.{names[0]}`", *(f"`{name}`" for name in names[1:])])
+    return Entry(title, signature(title, node, True), documented(node), class_text, heading)
 
 
 def attribute_texts(node: ast.ClassDef) -> str:
@@ -305,7 +386,7 @@ def table(found: list[Entry], errors: set[str]) -> list[str]:
     for entry in found:
         cells = [said(entry, WHO), said(entry, BLOCKS), raises(entry, errors)]
         if entry.call and any(cells):
-            link = f"[`{entry.title}`](#{anchor(entry.title)})"
+            link = f"[`{entry.title}`](#{anchor(entry.heading or entry.title)})"
             lines.append("| " + " | ".join([link, *cells]) + " |")
     return [*lines, ""]
 
@@ -328,7 +409,9 @@ def page() -> str:
         for place in places:
             for entry in entries(place):
                 calls.append(entry)
-                body += [f"### `{entry.title}`", "", "```python", entry.signature, "```", ""]
+                heading = f"### {entry.heading or f'`{entry.title}`'}"
+                body += [] if heading in body else [heading, ""]
+                body += ["```python", entry.signature, "```", ""]
                 body += [*markdown(entry.text), ""]
     body += ["## Errors", "", "A script can catch these; all can be imported from `elaunch`.", ""]
     body += [*error_list(errors)]

@@ -181,6 +181,23 @@ SCRIPTS = {
     ),
     "docs/api.md python 0": Script(""),
     "docs/api.md python 1": Script(
+        MODEL + "with elaunch.init() as ctx:\n", "print('ran')\n", inside=True, flags=SAVES
+    ),
+    "docs/api.md python 2": Script(
+        "import elaunch\nstep, steps, loss, accuracy = 1, 2, 0.5, 0.9\n"
+        "with elaunch.init() as ctx:\n",
+        inside=True,
+    ),
+    "docs/api.md python 3": Script(
+        MODEL + "state, step = {'model': model}, 1\nwith elaunch.init() as ctx:\n", inside=True
+    ),
+    "docs/api.md python 4": Script(BATCHES.replace("model, batch", "batch")),
+    "docs/api.md python 5": Script(
+        "import elaunch\nloss, settings, dataset, download = 0.5, {}, '', print\n"
+        "with elaunch.init() as ctx:\n",
+        inside=True,
+    ),
+    "docs/api.md python 6": Script(
         BATCHES
         + textwrap.dedent("""
             dataset = [(number, number) for number in range(256)]
@@ -189,7 +206,7 @@ SCRIPTS = {
             """),
         "assert sampler.epoch == 0\nprint('ran')\n",
     ),
-    "docs/api.md python 2": Script(
+    "docs/api.md python 7": Script(
         BATCHES + "open_stream = lambda: iter(range(256))\n",
         textwrap.dedent("""
             lines = Lines()
@@ -200,8 +217,8 @@ SCRIPTS = {
             print('ran')
             """),
     ),
-    "docs/api.md python 3": Script("import elaunch\ntrain = lambda: print('ran')\n", "main()\n"),
-    "docs/api.md python 4": Script(
+    "docs/api.md python 8": Script("import elaunch\ntrain = lambda: print('ran')\n", "main()\n"),
+    "docs/api.md python 9": Script(
         "import elaunch\nfrom functions import train\n",
         "    assert losses == {rank: 0.2 for rank in range(4)}\n    print('ran')\n",
         nproc=0,
