@@ -44,7 +44,7 @@ from elaunch.training.checkpoint.dcp.metadata import Stored
 from elaunch.training.checkpoint.dcp.sources import MemoryDamage, Source
 from elaunch.training.checkpoint.state import flatten, savedfile, tensors
 from elaunch.training.checkpoint.state.flatten import FlatState
-from elaunch.training.checkpoint.together import Step, agree, together
+from elaunch.training.checkpoint.together import Joint, agree, together
 
 WHAT: Final = "load"
 _NUMBERED: Final = re.compile(r"\.state\.[0-9]+\.[a-z_]+$")
@@ -224,7 +224,7 @@ class _Loading:
             self._source.hold(sources.recall(self._call, self._found, asked, self._timeout))
         return self._source.lacks(wanted)
 
-    def _open(self, step: Step) -> None:
+    def _open(self, step: Joint) -> None:
         """Have the files open on all ranks, if one of them lacks some in memory."""
         if not any(step.received) or self._source.is_open:
             return
@@ -257,7 +257,7 @@ class _Loading:
                 "is missing there stays as it is here, and what is only there is left out"
             )
 
-    def _together(self, *, everyone: bool = False) -> contextlib.AbstractContextManager[Step]:
+    def _together(self, *, everyone: bool = False) -> contextlib.AbstractContextManager[Joint]:
         about = self._call.distributed, f"{WHAT} {self._found.name}", self._timeout
         return together(*about, CheckpointError, everyone=everyone)
 

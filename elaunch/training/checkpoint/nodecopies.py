@@ -38,7 +38,7 @@ from elaunch.checkpoint.storage.durable import (
 from elaunch.checkpoint.storage.files import inside, open_regular, regular_size
 from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.callcontext import CallContext
-from elaunch.training.checkpoint.together import CHECKPOINT, Step, guarded, together
+from elaunch.training.checkpoint.together import CHECKPOINT, Joint, guarded, together
 from elaunch.training.distributed import deliver, for_purpose
 
 PIECE: Final = 4 << 20
@@ -202,7 +202,7 @@ def _from_chiefs(
     return step.received
 
 
-def _step(call: CallContext, timeout: float | None) -> contextlib.AbstractContextManager[Step]:
+def _step(call: CallContext, timeout: float | None) -> contextlib.AbstractContextManager[Joint]:
     return together(call.distributed, WHAT, timeout, CheckpointError)
 
 

@@ -57,7 +57,7 @@ class StepProblem:
 
 
 @dataclass
-class Step:
+class Joint:
     """One step of this rank: what it has for the others at the end, and what it has received.
 
     ``received`` is rank 0's ``sent`` alone, or everyone's in the order of the ranks.
@@ -75,7 +75,7 @@ def together(
     error: type[CheckpointError] = SaveError,
     *,
     everyone: bool = False,
-) -> Iterator[Step]:
+) -> Iterator[Joint]:
     """Make whatever is raised in the block on one rank an error of all, at the end of the block.
 
     ALL ranks enter it together; the end of the block is one call of all. Then ``received`` has rank
@@ -83,7 +83,7 @@ def together(
     CollectiveError in the block goes on as it is, since nothing can be agreed on after it, and so
     does what ends the process.
     """
-    step, problem = Step(), None
+    step, problem = Joint(), None
     try:
         yield step
     except CollectiveError:

@@ -34,7 +34,7 @@ class Dataset(Protocol):
         """Return one sample."""
 
 
-class Wanted(NamedTuple):
+class LeafRequest(NamedTuple):
     """One micro-batch that a loader is to fetch."""
 
     step: int
@@ -50,7 +50,7 @@ class _Leaves:
         self._collate = default_collate if collate is None else collate
         self._seed = seed
 
-    def __getitem__(self, wanted: Wanted) -> Any:
+    def __getitem__(self, wanted: LeafRequest) -> Any:
         seed_all(self._seed, "data", wanted.step, wanted.leaf)
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is not None:
@@ -58,7 +58,7 @@ class _Leaves:
         return self._collate([self._dataset[index] for index in wanted.indices])
 
 
-class Feed:
+class LeafFeed:
     """Gives this rank its batches, one after the other, from a position on."""
 
     def __init__(
@@ -106,34 +106,36 @@ class Feed:
         """End the loader's workers."""
         self._batches = iter(())
 
-    def _fetch(self, wanted: Wanted) -> Any:
+    def _fetch(self, wanted: LeafRequest) -> Any:
         if self._leaves is not None:
             return self._leaves[wanted]
         assert self._batch is not None
         seed_all(self._order.seed, "data", wanted.step, wanted.leaf)
         return self._batch(wanted.step, wanted.leaf)
 
-    def _wanted(self, position: Position, is_over: Callable[[Position], bool]) -> Iterator[Wanted]:
+    def _wanted(
+        self, position: Position, is_over: Callable[[Position], bool]
+    ) -> Iterator[LeafRequest]:
         while not is_over(position):
             step = self._order.next(position)
             yield from self._of_step(step, leaves_of(step.leaves, self._rank, self._size))
             position = self._order.after(step)
 
-    def _of_step(self, step: StepData, leaves: range) -> Iterator[Wanted]:
+    def _of_step(self, step: StepData, leaves: range) -> Iterator[LeafRequest]:
         if self._dataset is None:
-            yield from (Wanted(step.number, leaf, []) for leaf in leaves)
+            yield from (LeafRequest(step.number, leaf, []) for leaf in leaves)
             return
         for leaf, samples in zip(leaves, self._order.indices(step, leaves), strict=True):
-            yield Wanted(step.number, leaf, samples)
+            yield LeafRequest(step.number, leaf, samples)
 
 
 class _Once:
     """A sampler that is iterated once."""
 
-    def __init__(self, wanted: Iterator[Wanted]) -> None:
+    def __init__(self, wanted: Iterator[LeafRequest]) -> None:
         self._wanted = wanted
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[LeafRequest]:
         return self._wanted
 
 

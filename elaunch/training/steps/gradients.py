@@ -30,7 +30,7 @@ import torch
 
 from elaunch.errors import ContextError
 from elaunch.training.steps.group import Group, Message
-from elaunch.training.steps.tree import Node, Share, combine, share
+from elaunch.training.steps.tree import RankPart, Subtree, combine, share
 
 BUCKET_BYTES: Final = 8 << 20
 """Bytes of a bucket, or a parameter that is larger."""
@@ -52,7 +52,7 @@ class _Bucket:
     size: int
     waits_for: int = 0
     messages: list[Message] = field(default_factory=list)
-    received: dict[Node, torch.Tensor] = field(default_factory=dict)
+    received: dict[Subtree, torch.Tensor] = field(default_factory=dict)
 
     def part(self, rank: int, size: int) -> tuple[int, int]:
         """Return the range of the buffer that ``rank`` sums up."""
@@ -106,7 +106,7 @@ class Gradients:
             one.register_post_accumulate_grad_hook(self._on_gradient) for one in parameters
         ]
         self._count, self._divisor = 0, 1.0
-        self._share = Share((), (), 1)
+        self._share = RankPart((), (), 1)
         self._views: list[dict[torch.Tensor, torch.Tensor]] = []
         """For each buffer: of each parameter its part."""
         self._begun: dict[torch.Tensor, torch.Tensor] = {}
@@ -118,7 +118,7 @@ class Gradients:
         self._sent = self._summed = 0
         self._is_finite = True
 
-    def begin(self, count: int, divisor: float, *, early: bool = True) -> Share:
+    def begin(self, count: int, divisor: float, *, early: bool = True) -> RankPart:
         """Begin a step of ``count`` leaves, whose sum is divided by ``divisor``.
 
         ``early``: begin with the sums of all ranks while the last leaf is computed.
@@ -289,11 +289,11 @@ def _merge(slots: Sequence[torch.Tensor], merges: Iterable[int], where: slice) -
         slots[slot - 1][where] += slots[slot][where]
 
 
-def _sum_into(result: torch.Tensor, count: int, known: dict[Node, torch.Tensor]) -> None:
+def _sum_into(result: torch.Tensor, count: int, known: dict[Subtree, torch.Tensor]) -> None:
     """Sum up the values of all ranks' nodes, which may be overwritten; one may be ``result``."""
-    root = Node(0, count)
+    root = Subtree(0, count)
 
-    def add(node: Node, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def add(node: Subtree, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.add(left, right, out=result) if node == root else left.add_(right)
 
     total = combine(root, known, add)

@@ -25,7 +25,7 @@ from elaunch.errors import ContextError, ElaunchError
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.steps import group, refusals
-from elaunch.training.steps.feed import Feed
+from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Position, Progress
@@ -148,7 +148,7 @@ class Steps:
             raise ContextError("two loops over steps() at once: end the first one first")
         trained, ranks = self._trained, script.distributed
         sources = (options.dataset, options.collate_fn, options.batch)
-        feed = Feed(self._order, (ranks.rank, ranks.size), sources, options.loader)
+        feed = LeafFeed(self._order, (ranks.rank, ranks.size), sources, options.loader)
         gradients = Gradients(trained.parameters, script.group)
         threads = torch.get_num_threads()
         script.is_running = True

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from elaunch import text
 from elaunch.errors import ContextError, NotFiniteError
-from elaunch.training.steps.feed import Feed
+from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Order, StepData, seed_all
-from elaunch.training.steps.tree import Node, Share, combine, leaves_of
+from elaunch.training.steps.tree import RankPart, Subtree, combine, leaves_of
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -64,7 +64,7 @@ class Step:
         self,
         data: StepData,
         order: Order,
-        feed: Feed,
+        feed: LeafFeed,
         gradients: Gradients,
         group: Group | None,
         optimizers: Sequence[Optimizer],
@@ -82,7 +82,7 @@ class Step:
         self._skips = skips
         places = (order.places(data, leaf) for leaf in range(data.leaves))
         self._weights = [len(place) / order.micro_batch for place in places]
-        self._share = Share((), (), 1)
+        self._share = RankPart((), (), 1)
         self._given = self._computed = 0
         self._begun = self._is_summed = self._checks = self._is_scaled = False
         self._not_finite: list[int] = []
@@ -296,11 +296,11 @@ class Step:
     def _mean(self, values: Sequence[float | None]) -> float:
         """Return the mean over the leaves that have a value, summed in the tree's order."""
         leaves = {
-            Node(leaf, leaf + 1): (-0.0, 0.0) if value is None else (value * weight, weight)
+            Subtree(leaf, leaf + 1): (-0.0, 0.0) if value is None else (value * weight, weight)
             for leaf, (value, weight) in enumerate(zip(values, self._weights, strict=True))
         }
         total, weight = combine(
-            Node(0, len(values)), leaves, lambda _, a, b: (a[0] + b[0], a[1] + b[1])
+            Subtree(0, len(values)), leaves, lambda _, a, b: (a[0] + b[0], a[1] + b[1])
         )
         return total / weight if weight else math.nan
 

@@ -22,17 +22,17 @@ from typing import NamedTuple, TypeVar
 Value = TypeVar("Value")
 
 
-class Node(NamedTuple):
+class Subtree(NamedTuple):
     """The leaves from ``first`` to before ``end``."""
 
     first: int
     end: int
 
     @property
-    def halves(self) -> tuple[Node, Node]:
+    def halves(self) -> tuple[Subtree, Subtree]:
         """The two nodes below; only a node of two leaves or more has them."""
         middle = (self.first + self.end + 1) // 2
-        return Node(self.first, middle), Node(middle, self.end)
+        return Subtree(self.first, middle), Subtree(middle, self.end)
 
     @property
     def is_leaf(self) -> bool:
@@ -58,7 +58,7 @@ class LeafSum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPart:
     """The part of a step that one rank computes.
 
     Attributes:
@@ -67,7 +67,7 @@ class Share:
         slots: how many buffers that takes; at least one, which receives the result.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Subtree, ...]
     sums: tuple[LeafSum, ...]
     slots: int
 
@@ -77,7 +77,7 @@ def leaves_of(count: int, rank: int, size: int) -> range:
     return range(count * rank // size, count * (rank + 1) // size)
 
 
-def maximal_nodes(node: Node, leaves: range) -> list[Node]:
+def maximal_nodes(node: Subtree, leaves: range) -> list[Subtree]:
     """Return the largest nodes, ``node`` and below, that lie in ``leaves``, from left to right."""
     if leaves.stop <= node.first or node.end <= leaves.start:
         return []
@@ -88,16 +88,16 @@ def maximal_nodes(node: Node, leaves: range) -> list[Node]:
 
 
 @cache
-def share(count: int, rank: int, size: int) -> Share:
+def share(count: int, rank: int, size: int) -> RankPart:
     """Return what rank ``rank`` of ``size`` does in a step of ``count`` micro-batches."""
-    nodes = maximal_nodes(Node(0, count), leaves_of(count, rank, size))
+    nodes = maximal_nodes(Subtree(0, count), leaves_of(count, rank, size))
     sums: list[LeafSum] = []
     for slot, node in enumerate(nodes):
         _add(node, slot, sums)
-    return Share(tuple(nodes), tuple(sums), max((one.slot + 1 for one in sums), default=1))
+    return RankPart(tuple(nodes), tuple(sums), max((one.slot + 1 for one in sums), default=1))
 
 
-def _add(node: Node, slot: int, sums: list[LeafSum]) -> None:
+def _add(node: Subtree, slot: int, sums: list[LeafSum]) -> None:
     """Append what computes ``node`` into the buffer ``slot``."""
     if node.is_leaf:
         sums.append(LeafSum(node.first, slot, True, ()))
@@ -113,7 +113,7 @@ def _add(node: Node, slot: int, sums: list[LeafSum]) -> None:
 
 
 def combine(
-    node: Node, known: Mapping[Node, Value], add: Callable[[Node, Value, Value], Value]
+    node: Subtree, known: Mapping[Subtree, Value], add: Callable[[Subtree, Value, Value], Value]
 ) -> Value:
     """Return the value of ``node`` by those of nodes below it, which together have all its leaves.
 

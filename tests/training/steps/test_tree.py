@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.training.steps.tree import Node, Share, combine, leaves_of, maximal_nodes, share
+from elaunch.training.steps.tree import RankPart, Subtree, combine, leaves_of, maximal_nodes, share
 
 COUNTS = range(1, 41)
 SIZES = range(1, 12)
 
 
-def whole(node: Node) -> str:
+def whole(node: Subtree) -> str:
     """Write the sum of a node down as the tree has it."""
     if node.is_leaf:
         return str(node.first)
@@ -18,7 +18,7 @@ def whole(node: Node) -> str:
     return f"({whole(left)}+{whole(right)})"
 
 
-def computed(one: Share) -> dict[Node, str]:
+def computed(one: RankPart) -> dict[Subtree, str]:
     """Do what a share says, with texts for gradients; return the values of its nodes."""
     slots = [""] * one.slots
     for what in one.sums:
@@ -34,13 +34,13 @@ def computed(one: Share) -> dict[Node, str]:
 def test_all_worlds_write_down_the_same_sum(size: int) -> None:
     """What ranks have summed up, put together, is the tree's sum, for every number of leaves."""
     for count in COUNTS:
-        known: dict[Node, str] = {}
+        known: dict[Subtree, str] = {}
         for rank in range(size):
             one = share(count, rank, size)
             assert [what.leaf for what in one.sums] == list(leaves_of(count, rank, size))
             known |= computed(one)
-        total = combine(Node(0, count), known, lambda _, left, right: f"({left}+{right})")
-        assert total == whole(Node(0, count))
+        total = combine(Subtree(0, count), known, lambda _, left, right: f"({left}+{right})")
+        assert total == whole(Subtree(0, count))
 
 
 def test_the_nodes_of_a_rank_are_the_largest() -> None:
@@ -48,8 +48,8 @@ def test_the_nodes_of_a_rank_are_the_largest() -> None:
     for count in COUNTS:
         for size in SIZES:
             for rank in range(size):
-                found = maximal_nodes(Node(0, count), leaves_of(count, rank, size))
-                inner = [Node(0, count)]
+                found = maximal_nodes(Subtree(0, count), leaves_of(count, rank, size))
+                inner = [Subtree(0, count)]
                 while inner:
                     node = inner.pop()
                     if not node.is_leaf:
