@@ -34,7 +34,7 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -361,10 +361,10 @@ class StoreCalls:
             raise PeerLost(f"the round's store holds what no rank wrote: {done[:80]!r}") from None
         raise Failed(verdict)
 
-    def _read(self, key: str, signed: bytes, kind: type, length: int | None = None) -> Any:
+    def _read(self, key: str, signed: bytes, kind: type[Sized], length: int | None = None) -> Any:
         content = self.signature.opened(key, signed).content
         try:
-            found = json.loads(content)
+            found: Any = json.loads(content)
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, kind) or (length is not None and len(found) != length):

@@ -222,7 +222,8 @@ def _full(problem: BaseException | None) -> bool:
 
 def _check_damage(problems: Iterable[StepProblem], problem: BaseException | None) -> None:
     """Raise the damage that a rank has found, on all ranks the same."""
-    kinds = {kind.__name__: kind for kind in (DamageError, *DamageError.__subclasses__())}
+    every: tuple[type[DamageError], ...] = (DamageError, *DamageError.__subclasses__())
+    kinds = {kind.__name__: kind for kind in every}
     found = [(kinds[one.kind], one.problem) for one in problems if one.kind in kinds]
     if found:  # of files first: there is nothing else that they could be read from
         kind, text = min(found, key=lambda one: (one[0] is not DamageError, one[1]))

@@ -67,7 +67,7 @@ class Trained(NamedTuple):
 
 def look(state: Any) -> Trained:
     """Return what is to be trained of a state; raises CheckpointError for what is none."""
-    kinds.refuse_no_dict(state, names=True)
+    kinds.refuse_no_dict(state)
     modules: dict[str, nn.Module] = {}
     optimizers: list[Optimizer] = []
     for path, value in kinds.parts(state):

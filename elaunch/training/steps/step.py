@@ -20,6 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -105,9 +106,12 @@ class Step:
         yield from self._leaves(self._feed.next)
         while not self._sum_up():
             leaves = iter([one.leaf for one in self._share.sums if one.leaf not in self.skipped])
-            yield from self._leaves(lambda rest=leaves: self._feed.again(self._data, next(rest)))
+            yield from self._leaves(partial(self._again, leaves))
         self._is_summed = True
         seed_all(self._order.seed, "step", self.number)
+
+    def _again(self, leaves: Iterator[int]) -> Any:
+        return self._feed.again(self._data, next(leaves))
 
     def _leaves(self, fetch: Callable[[], Any]) -> Iterator[Any]:
         weights = enumerate(self._weights)
