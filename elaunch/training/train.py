@@ -94,7 +94,7 @@ class TrainContext:
         shuffle: bool = True,
         seed: int = 0,
         save_every: int | str | None = "auto",
-        keep: Keep | int | None = None,
+        keep: Keep | None = None,
         on_bad_batch: str = "raise",
         threads: int = 1,
     ) -> Steps:

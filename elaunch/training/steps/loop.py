@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from elaunch.checkpoint.records import Keep
 from elaunch.env import CHECKPOINT_KEEP
 from elaunch.errors import ContextError, ElaunchError
 from elaunch.training.distributed import DistributedContext
@@ -245,5 +246,5 @@ class Steps:
         """Return what goes with each save."""
         keep, every = self._options.keep, self._options.save_every
         if keep is None and every == "auto" and not os.environ.get(CHECKPOINT_KEEP):
-            keep = KEPT
+            keep = Keep(last=KEPT)
         return {"keep": keep, "metadata": {LOOP: self._progress.loop}}
