@@ -70,7 +70,7 @@ def main() -> None:
             micro_batch=8,
             epochs=args.epochs,
             save_every=args.save_every,
-            keep=2,
+            keep=elaunch.Keep(last=2),
         )
         if rank == 0 and loop.done:
             print(f"goes on after step {loop.done}", flush=True)

@@ -141,7 +141,7 @@ with elaunch.init(announce=False) as ctx:
         state = {"model": model, "optimizer": optimizer}
         loop = ctx.train.steps(
             state, batch=lambda step, leaf: torch.rand(2, 4), global_batch=4, micro_batch=2,
-            until=4, save_every=1, keep=3,
+            until=4, save_every=1, keep=elaunch.Keep(last=3),
         )
         done = 0
         seen.append(loop.done)
