@@ -168,37 +168,27 @@ class RankCalls:
         plain = name.removesuffix("_local")
         ranks = range(self._placement.size) if scope == "all" else self._near
         is_root = self._placement.rank == ranks[0]
-        wants: tuple[str, ...] = ()
-        gives = takes = False
+        gives, takes = plain == "broadcast" and is_root, plain == "broadcast" and not is_root
         if plain == "deliver":
             obj, takes = obj
             gives = obj is not None
-        elif plain == "broadcast":
-            gives, takes = is_root, not is_root
-        if takes:
-            wants = ("first",)
-        elif plain in ("allgather", "in_turn") or (plain == "gather" and is_root):
-            wants = ("given",)
 
         def made() -> Gift:
             if gives:
                 return Gift(first=packed(obj, purpose))
             return Gift(given=packed(obj, purpose)) if plain in _GIVE_TO_ALL else Gift()
 
+        wants = ("first",) if takes else ()
+        if plain in ("allgather", "in_turn") or (plain == "gather" and is_root):
+            wants = ("given",)
         name = f"{name} of {purpose}" if purpose else name
         call, found = self._do(scope, name, made, ranks, wants, timeout)
         self._raise_problems(call, found)
-        if found.first is not None:
-            root = ranks[0]
-            return [self._unpacked(call, root, found.first, obj)]
         if "given" in wants:
-            return [
-                obj
-                if rank == self._placement.rank
-                else self._unpacked(call, rank, found.given.get(rank), obj)
-                for rank in ranks
-            ]
-        return [obj] if gives and plain == "broadcast" else None
+            return self._objects(call, found, ranks, obj)
+        if plain == "broadcast":
+            return [obj if is_root else self._unpacked(call, ranks[0], found.first, obj)]
+        return None if found.first is None else [self._unpacked(call, 0, found.first, obj)]
 
     def agree(
         self,
@@ -232,15 +222,9 @@ class RankCalls:
             if all("refused" not in one for one in fields.values()):
                 return [], fields
             self._raise_problems(call, found)
-        if not everyone:
-            if found.first is None:
-                return [payload], {}
-            return [self._unpacked(call, 0, found.first, payload)], {}
-        given = found.given
-        return [
-            payload if at == rank else self._unpacked(call, at, given.get(at), payload)
-            for at in range(size)
-        ], {}
+        if everyone:
+            return self._objects(call, found, range(size), payload), {}
+        return [payload if rank == 0 else self._unpacked(call, 0, found.first, payload)], {}
 
     def node_addrs(self) -> tuple[str, ...]:
         """Return the nodes' addresses by node; raises as RoundStore.connect."""
@@ -310,11 +294,7 @@ class RankCalls:
     def _place(self, given: dict[int, Value]) -> dict[str, Any]:
         """Write which ranks each node has, and its address, as the last rank; return the rest."""
         assert self._agreement is not None
-        connection, signature, until = (
-            self._agreement.connection,
-            self._agreement.signature,
-            _soon(),
-        )
+        connection, signature = self._agreement.connection, self._agreement.signature
         try:
             records = [read_record(value.content, rank) for rank, value in sorted(given.items())]
             nodes = in_nodes(records)
@@ -323,10 +303,8 @@ class RankCalls:
         chiefs = sorted((node[0] for node in nodes), key=lambda chief: chief.node)
         written: dict[str, Any] = {f"near/{n[0].node}": [one.rank for one in n] for n in nodes}
         written["addrs"] = [outer_addr(chief, records) for chief in chiefs]
-        connection.exchange(
-            [put(key, signature.of(key, json.dumps(one).encode())) for key, one in written.items()],
-            until,
-        )
+        signed = {key: signature.of(key, json.dumps(one).encode()) for key, one in written.items()}
+        connection.exchange([put(key, value) for key, value in signed.items()], _soon())
         return {"lead": records[0].packed().decode()}
 
     def _settle(self, fields: dict[str, Any], agreement: StoreCalls) -> None:
@@ -603,6 +581,14 @@ class RankCalls:
         return texts
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────
+
+    def _objects(self, call: Call, found: Gathered, ranks: Sequence[int], own: Any) -> list[Any]:
+        """Return the objects of ``ranks``; this one's is ``own`` itself."""
+        given = {rank: found.given.get(rank) for rank in ranks}
+        return [
+            own if rank == self._placement.rank else self._unpacked(call, rank, value, own)
+            for rank, value in given.items()
+        ]
 
     def _unpacked(self, call: Call, rank: int, value: Value | None, own: Any) -> Any:
         """Return a rank's object; ``own``: this rank's, of whose classes it may be anyway."""

@@ -438,3 +438,23 @@ def test_ranks_that_agree_on_different_things_go_on(host: StoreHost) -> None:
         return calls.agree(rank, {"a": 1} if rank == 1 else None, "x", **about)
 
     assert Ranks(host, 3, 3, False).run(work).all() == [([], {1: {"a": 1}})] * 3
+
+
+@pytest.mark.slow
+def test_64_ranks(host: StoreHost) -> None:
+    """Of 8 nodes; one that has a problem is told by all, and one that leaves is named by all."""
+
+    def work(calls: RankCalls, rank: int) -> Any:
+        assert calls.call("all", "allgather", rank, PATIENCE) == list(range(64))
+        near = list(range(rank // 8 * 8, rank // 8 * 8 + 8))
+        assert calls.call("local", "allgather_local", rank, PATIENCE) == near
+        problem = {"rank": rank} if rank in (5, 60) else None
+        found = calls.agree(rank, problem, "x", PATIENCE, everyone=False, purpose="y")
+        assert found == ([], {5: {"rank": 5}, 60: {"rank": 60}})
+        if rank == 63:
+            return None
+        with pytest.raises(PeerLost, match=r"rank 63 \(") as caught:
+            calls.call("all", "barrier", None, PATIENCE)
+        return caught.value.missing
+
+    assert Ranks(host, 64, 8, False).run(work).all() == [(63,)] * 63 + [None]
