@@ -76,7 +76,7 @@ def test_its_name_and_what_its_ranks_saved(elaunch: Launcher, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_what_is_saved_under_torchrun(elaunch: Launcher, tmp_path: Path) -> None:
-    """The script keeps the record then, and counts over torchrun's rounds."""
+    """The script keeps the record then: each of torchrun's rounds is a start of one run."""
     script = tmp_path / "s.py"
     # A second round of torchrun finds the first one's keys, and its process group may hang.
     body = "\n".join(line for line in SCRIPT.splitlines() if "torch" not in line)
@@ -88,8 +88,9 @@ def test_what_is_saved_under_torchrun(elaunch: Launcher, tmp_path: Path) -> None
     words = [sys.executable, *torchrun, "--nproc-per-node", "2", script]
     done = elaunch.start_command(words).wait(150)
     assert done.returncode == 0, done
-    (run,) = json.loads(elaunch.run(["status", "--json"]).stdout)
-    record, page = status(elaunch, run["run_id"])
+    runs = json.loads(elaunch.run(["status", "--json"]).stdout)
+    assert len(runs) == 2 and len({run["run_id"] for run in runs}) == 1
+    record, page = status(elaunch, runs[0]["run_id"])
     assert (record["name"], record["round"]) == ("tiny digits", 1)
     assert (record["saves"]["commits"], record["saves"]["step"]) == (6, 3)
     assert "6 in all" in page

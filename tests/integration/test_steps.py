@@ -106,6 +106,26 @@ def test_it_ends_in_time_and_goes_on_with_another_world(elaunch: Launcher) -> No
     assert sorted(after.losses) == [6, 7, 8, 9]
 
 
+@pytest.mark.trial
+def test_worlds_that_change_have_the_losses_of_one(elaunch: Launcher) -> None:
+    """4 ranks, 2, 3, 1, 4: at each step, and the weights in the end."""
+    undisturbed = train(elaunch, 1, "autocast=bf16")
+    place = elaunch.directory / "ckpts"
+    flags = ["--rdzv-id=again", f"--checkpoint-dir={place}", *FORK, JOB, "every=100"]
+    found: dict[int, str] = {}
+    for size, pause in ((4, 2), (2, 4), (3, 5), (1, 7), (4, 0)):
+        command = ["run", f"--nproc-per-node={size}", *flags, "autocast=bf16", f"pause={pause}"]
+        job = elaunch.start(command, env={"OMP_NUM_THREADS": "1"})
+        if pause:
+            job.wait_for_line("^paused")
+            assert elaunch.run(["preempt", "again"]).returncode == 0
+        done = job.wait()
+        assert done.returncode == (75 if pause else 0), done.stderr
+        last = result(done.stdout)
+        found |= last.losses
+    assert Result(last.weights, found) == undisturbed
+
+
 def test_loops_that_follow_each_other_go_on(elaunch: Launcher) -> None:
     """Killed in the second, whose optimizer is another: it goes on there."""
     script = elaunch.directory / "loops.py"

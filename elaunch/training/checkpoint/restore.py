@@ -268,20 +268,6 @@ def _elsewhere(call: CallContext, above: Location | None) -> CallContext:
     return replace(call, storage=storage, local=False, known=known)
 
 
-def look(call: CallContext, timeout: float | None) -> Committed | None:
-    """Return the newest checkpoint that is whole; rank 0 chooses. ALL ranks call it together."""
-    name = ""
-    if call.local:
-        from elaunch.training.checkpoint import nodecopies
-
-        name = nodecopies.newest_together(call, call.reads, timeout)
-    with together(call.distributed, LOOKING, timeout, CheckpointError) as step:
-        if call.rank == 0 and (name or not call.local):
-            step.sent = _newest(call, name)
-    chosen: Committed | None = step.received[0]
-    return None if chosen is None else here(call, chosen)
-
-
 def here(call: CallContext, found: Committed) -> Committed:
     """Return a checkpoint that another rank found as this node calls it."""
     place = call.storage.place
@@ -409,21 +395,27 @@ def _latest(call: CallContext) -> tuple[Committed | None, str]:
 
 
 def _substitute(call: CallContext, reason: str, timeout: float | None) -> Committed | None:
-    """Return what is read in place of the latest. ALL ranks call it together."""
-    found = look(call, timeout)
+    """Return what is read in place of the latest: the newest that is whole, as rank 0 finds it.
+
+    ALL ranks call it together.
+    """
+    name = ""
+    if call.local:
+        from elaunch.training.checkpoint import nodecopies
+
+        name = nodecopies.newest_together(call, call.reads, timeout)
+    with together(call.distributed, LOOKING, timeout, CheckpointError) as step:
+        if name and call.rank == 0:
+            step.sent = call.storage.find(name)
+        elif call.rank == 0 and not call.local:
+            step.sent = newest(
+                call.storage, call.reads, lambda place, one: where.check(place, one, call.known)
+            )
+    found: Committed | None = step.received[0]
     if call.rank == 0:
-        name = "there is no other" if found is None else f"{found.name} is taken"
-        log.warning("the latest checkpoint cannot be read, %s: %s", name, reason)
-    return found
-
-
-def _newest(call: CallContext, name: str) -> Committed | None:
-    """Return the checkpoint called ``name``; without one the newest that is whole."""
-    if name:
-        return call.storage.find(name)
-    return newest(
-        call.storage, call.reads, lambda storage, found: where.check(storage, found, call.known)
-    )
+        text = "there is no other" if found is None else f"{found.name} is taken"
+        log.warning("the latest checkpoint cannot be read, %s: %s", text, reason)
+    return None if found is None else here(call, found)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -221,7 +220,7 @@ def _of_modules(trained: Trained, size: int) -> Iterator[str]:
                     f"{inner} is a {kind}: give the plain module, since steps() sums up the "
                     "gradients itself"
                 )
-            if isinstance(part, _NormBase) and part.track_running_stats and part.training:
+            if part.training and getattr(part, "running_mean", None) is not None:
                 yield (
                     f"{inner} is a {kind}: its running statistics depend on the order of the "
                     "micro-batches, and so on the ranks; use GroupNorm or LayerNorm, or freeze it "

@@ -121,7 +121,7 @@ def test_foreign_lines_stay_where_they_are(tmp_path: Path) -> None:
     append(MetricFiles(tmp_path, 0, None), 0, ("training", 1), ("training", 2))
     append(MetricFiles(tmp_path, 1, 1), 1, ("training", 2))
     assert (tmp_path / ROWS).read_text().splitlines()[0] == "# mine"
-    assert (tmp_path / ROWS).read_text().count("\n") == 3
+    assert (tmp_path / ROWS).read_text().count("\n") == 4
 
 
 @pytest.mark.slow

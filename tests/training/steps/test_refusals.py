@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.channelrig import StoreHost, in_threads
+from tests.training.rankrig import StoreHost, in_threads
 from torch import nn
 from torch.utils.data import IterableDataset
 

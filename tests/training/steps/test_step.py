@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.training.channelrig import in_threads
+from tests.training.rankrig import in_threads
 from torch import nn
 
 from elaunch.errors import ContextError, NotFiniteError

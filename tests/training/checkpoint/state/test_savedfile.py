@@ -55,9 +55,10 @@ def test_the_file_of_save_ddp(ranks: Ranks) -> None:
 
 def test_another_state(ranks: Ranks) -> None:
     """Is an error that names the keys; without ``strict`` what both have is loaded."""
+    content = {"model": nn.Linear(2, 2).state_dict(), "old": 1}
 
     def work(checkpoint: CheckpointContext, _: int) -> Any:
-        saved(checkpoint, {"model": nn.Linear(2, 2).state_dict(), "old": 1}, 1)
+        saved(checkpoint, content, 1)
         state: dict[str, Any] = {"model": nn.Linear(2, 2), "new": 2}
         with pytest.raises(CheckpointError, match="only the file has"):
             checkpoint.load(state)
