@@ -267,9 +267,9 @@ def export(
         raise CheckpointError(f"{entry.name} is damaged: {problem}")
     if entry.found is not None:
         with retention.reading(entry.found.place), there.storage.fetch(entry.found) as path:
-            to_torch_file(path, target, trust)
+            to_torch_file(path, target, entry.found.metadata, trusted=trust)
     elif entry.candidate is not None:
-        to_torch_file(entry.candidate.path, target, trust)
+        to_torch_file(entry.candidate.path, target, trusted=trust)
     click.echo(f"wrote {entry.name} to {file}")
     return None
 
