@@ -9,7 +9,7 @@ torchrun, and alone, when the command is given again::
 
 One file for ``torch.load``, without DDP's ``module.``::
 
-    elaunch checkpoints export ckpt/step-00000100.r0 model.pt
+    elaunch checkpoints export ckpt latest model.pt
 """
 
 from __future__ import annotations

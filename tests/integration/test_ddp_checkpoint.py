@@ -77,7 +77,7 @@ def check_kept(elaunch: Launcher, place: Path) -> None:
     kept = sorted(path.name for path in place.glob("step-*"))
     assert [name[:13] for name in kept] == ["step-00000040", "step-00000050", "step-00000060"]
     file = place.with_suffix(".pt")
-    assert elaunch.run(["checkpoints", "export", place / kept[-1], file]).returncode == 0
+    assert elaunch.run(["checkpoints", "export", place, kept[-1], file]).returncode == 0
     saved = torch.load(file, weights_only=True)
     assert [*saved] == ["model", "optimizer"]
     assert not any(key.startswith("module.") for key in saved["model"])

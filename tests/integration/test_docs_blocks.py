@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {
     "docs/saving.md python": "tests/integration/test_docs_saving.py",
+    "docs/steps.md python 0": "tests/integration/test_steps.py",
     "docs/tutorial.md python 0": "tests/integration/test_tutorial.py",
     "docs/from-python.md python 0": "tests/torchrun/test_functions.py",
 }
@@ -55,7 +56,7 @@ def code_of(page: str, language: str) -> list[str]:
     if page != "docs/api.md":
         return found
     signature = re.compile(
-        r"\A(class )?(elaunch|[A-Z]\w+)\.\w+|\A\w+\(.*\)( -> .+)?\n\Z", re.DOTALL
+        r"\A(class )?(elaunch|[A-Z]\w+)\.\w+|\Aclass \w+\n\Z|\A\w+\(.*\)( -> .+)?\n\Z", re.DOTALL
     )
     return [text for text in found if not signature.match(text)]
 
@@ -106,12 +107,31 @@ class Script(NamedTuple):
     nproc: int = 2
 
 
+STEPS = """
+import torch
+import elaunch
+dataset = [(torch.ones(2), torch.zeros(1))] * 480
+model = torch.nn.Linear(2, 1)
+torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+build, calls = lambda: (model, optimizer), []
+def loss_fn(got, wanted):
+    calls.append(1)
+    if len(calls) == 20:
+        ctx.preempt.request("it is enough")
+    return (got - wanted).square().mean()
+def loss_of(model, batch):
+    return loss_fn(model(batch[0]), batch[1])
+"""
 SAVES = "--checkpoint-dir CKPT"
 SCRIPTS = {
     "README.md python 0": Script(
-        MODEL, "assert not found and step == 99\nprint('ran')\n", flags=SAVES
+        STEPS, "assert loop.preempted and loop.done\nprint('ran')\n", flags=SAVES, code=75
     ),
     "README.md python 1": Script(
+        MODEL, "assert not found and step == 99\nprint('ran')\n", flags=SAVES
+    ),
+    "README.md python 2": Script(
         BATCHES, "assert (step, sampler.epoch) == (4, 0), step\nprint('ran')\n"
     ),
     "docs/AGENTS.md python 0": Script(
@@ -198,6 +218,25 @@ SCRIPTS = {
         inside=True,
     ),
     "docs/api.md python 6": Script(
+        STEPS + "with elaunch.init() as ctx:\n",
+        "assert loop.preempted and loop.done\nprint('ran')\n",
+        inside=True,
+        flags=SAVES,
+        code=75,
+    ),
+    "docs/steps.md py 0": Script(
+        STEPS
+        + textwrap.dedent("""
+            scaler = torch.amp.GradScaler("cpu")
+            ctx = elaunch.init()
+            state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+            loop = ctx.train.steps(state, dataset, global_batch=48, micro_batch=4, until=2)
+            for step in loop:
+            """),
+        "ctx.close()\nassert loop.done == 2\nprint('ran')\n",
+        inside=True,
+    ),
+    "docs/api.md python 7": Script(
         BATCHES
         + textwrap.dedent("""
             dataset = [(number, number) for number in range(256)]
@@ -206,7 +245,7 @@ SCRIPTS = {
             """),
         "assert sampler.epoch == 0\nprint('ran')\n",
     ),
-    "docs/api.md python 7": Script(
+    "docs/api.md python 8": Script(
         BATCHES + "open_stream = lambda: iter(range(256))\n",
         textwrap.dedent("""
             lines = Lines()
@@ -217,8 +256,8 @@ SCRIPTS = {
             print('ran')
             """),
     ),
-    "docs/api.md python 8": Script("import elaunch\ntrain = lambda: print('ran')\n", "main()\n"),
-    "docs/api.md python 9": Script(
+    "docs/api.md python 9": Script("import elaunch\ntrain = lambda: print('ran')\n", "main()\n"),
+    "docs/api.md python 10": Script(
         "import elaunch\nfrom functions import train\n",
         "    assert losses == {rank: 0.2 for rank in range(4)}\n    print('ran')\n",
         nproc=0,

@@ -173,12 +173,8 @@ def ask(
     began = time.monotonic()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for question, path in questions.items():
-            how = socket.SOCK_STREAM | socket.SOCK_NONBLOCK  # nothing waits for the other side
             try:
-                connection = opened.enter_context(socket.socket(socket.AF_UNIX, how))
-                with short_address(path) as address:
-                    connection.connect(address)
-                connection.send(_REQUEST % question.handler)
+                connection = opened.enter_context(_asked(path, question.handler))
             except OSError as error:
                 answers[question] = error
             else:
@@ -200,6 +196,19 @@ def ask(
                 now, hurries = time.monotonic(), False
                 until = min(until, now + max(STACKS_S, now - began))
     return answers
+
+
+def _asked(path: Path, handler: bytes) -> socket.socket:
+    """Return a connection on which a worker was asked; nothing waits for the other side."""
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        )
+        with short_address(path) as address:
+            connection.connect(address)
+        connection.send(_REQUEST % handler)
+        undo.pop_all()
+    return connection
 
 
 def _receive(connection: socket.socket, received: bytearray) -> bytes | OSError | None:

@@ -114,8 +114,8 @@ def read(runs: Sequence[RunDir]) -> MetricRows:
 def read_metrics(run: str | None = None) -> list[dict[str, Any]]:
     """Return the rows of a run, without those that a later round did again: for pandas.DataFrame.
 
-    Any rank may call it alone, and any other process; it blocks while the files are read. ``run`` is a run id, the beginning
-    of one, or a run directory; None: the newest run.
+    Any rank may call it alone, and any other process; it blocks while the files are read. ``run``
+    is a run id, the beginning of one, or a run directory; None: the newest run.
 
     Raises RunDirError for files that cannot be read.
     """

@@ -123,7 +123,7 @@ class Progress:
         self.before = 0
         """Steps of the loops before."""
         self.loaded: dict[str, Any] = {}
-        """What a load has found; it counts once it is adopted."""
+        """The place that a load has found; it counts once it is adopted."""
         self._same = {
             "version": ORDER_VERSION,
             "length": order.length,

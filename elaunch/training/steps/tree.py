@@ -41,7 +41,7 @@ class Subtree(NamedTuple):
 
 
 class LeafSum(NamedTuple):
-    """What to do with the gradient of one leaf.
+    """The place of one leaf's gradient in this rank's sums.
 
     Attributes:
         leaf: its number in the step.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.rankrig import StoreHost, in_threads
 from torch import nn
 
 from elaunch.errors import ContextError, PeerLost
@@ -16,6 +15,7 @@ from elaunch.training.distributed import DistributedContext
 from elaunch.training.steps import gradients
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group, connect
+from tests.training.rankrig import StoreHost, in_threads
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.rankrig import StoreHost, in_threads
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from elaunch.errors import ContextError, PeerLost
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.steps import refusals
+from tests.training.rankrig import StoreHost, in_threads
 from tests.training.stepsrig import options, state_of
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.training.rankrig import in_threads
 from torch import nn
 
 from elaunch.errors import ContextError, NotFiniteError
 from elaunch.training.steps.loop import Steps
+from tests.training.rankrig import in_threads
 from tests.training.stepsrig import Rig, X
 
 

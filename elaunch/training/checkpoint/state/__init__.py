@@ -10,8 +10,6 @@ __all__ = [
     "compare",
     "flatten",
     "kinds",
-    "modules",
-    "optimizers",
     "perrank",
     "savedfile",
     "tensors",
