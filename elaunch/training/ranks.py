@@ -255,9 +255,10 @@ class RankCalls:
                 self._free(why)
             finally:
                 self._turn.release()
-        elif self._agreement is not None:
-            self._agreement.connection.cut()
+        elif (agreement := self._agreement) is not None:
+            # First the others: the thread in the call frees everything as soon as it wakes.
             self._tell(Verdict("other", f"{self._me} {why} meanwhile", self._own), anew=True)
+            agreement.connection.cut()
 
     def forked(self) -> None:
         """Let go of everything in a process that was forked from this rank."""
@@ -398,14 +399,14 @@ class RankCalls:
         except Failed as failed:
             if failed.verdict.error == "calls":
                 raise CallsDiffer(failed.verdict.text) from None
+            if self._stopped:
+                self._closed_in(call)
             self._fail(call, failed.verdict)
         except Expired:
             self._expired(call, ranks, timeout)
         except CollectiveError as error:
             if self._stopped:
-                text = f"{call}: {self._me} closed its context meanwhile"
-                self._unusable = CollectiveError, text, ()
-                raise ContextError(text) from None
+                self._closed_in(call)
             how = "timeout" if isinstance(error, CollectiveTimeout) else "lost"
             host = (0,) if self._placement.hosts_store else ()
             text = f"{call}: {self._name(0)}: {error}" if host else f"{call}: {error}"
@@ -418,6 +419,11 @@ class RankCalls:
             self._unusable = CollectiveError, text, ()
             self._tell(Verdict("other", text), anew=True)
             raise
+
+    def _closed_in(self, call: Call) -> NoReturn:
+        text = f"{call}: {self._me} closed its context meanwhile"
+        self._unusable = CollectiveError, text, ()
+        raise ContextError(text) from None
 
     def _look(self, call: Call, ranks: Sequence[int]) -> None:
         """Have the call fail for a rank of this machine that cannot come to it any more."""

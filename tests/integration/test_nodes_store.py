@@ -364,7 +364,7 @@ USER = {"ELAUNCH_ETCD_USER": "trainer", "ELAUNCH_ETCD_PASSWORD": "s3cret"}
 def test_a_password_is_changed_while_the_job_trains(cluster: Build) -> None:
     """Each agent says so soon; the training goes on, and what has finished ends with 0."""
     job = Job(cluster, "etcd", 2)
-    job.conf["store_timeout"] = 4
+    job.conf["store_timeout"] = 2 * LONGER_THAN_A_LEASE  # of a slow etcd, too
     assert job.etcd is not None
     job.etcd.add_user("trainer", "s3cret")
     agents = job.pair(["--nnodes=2", "--max-restarts=0"], env=USER)

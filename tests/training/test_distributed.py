@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -119,21 +120,23 @@ except PeerLost as error:
 
 @pytest.mark.slow
 def test_the_rank_that_hosts_the_store_is_named_when_it_is_killed(start: Start) -> None:
-    """The store is lost with it."""
+    """The store is lost with it, maybe before the others know that all came to the barrier."""
     script = f"""
 ctx = DistributedContext(rank=ctx.rank, size=3, local_rank=ctx.rank, local_size=3, cross_rank=0,
     cross_size=1, chief_port={free_port()})
-ctx.barrier()
-if ctx.rank == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    ctx.barrier()
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     ctx.allgather(1)
 except PeerLost as error:
     say(error.missing, error)
 """
     processes = start(3, script)
     for rank in (1, 2):
-        assert "(0,) allgather #2: rank 0 (host " in processes.ends(rank)[1]
+        assert re.match(
+            r"\(0,\) (barrier #1|allgather #2): rank 0 \(host ", processes.ends(rank)[1]
+        )
 
 
 @pytest.mark.slow
