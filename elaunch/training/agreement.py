@@ -18,6 +18,9 @@ key                       written by   what
 ``doing/<rank>``          each         its last call: scope, number and name
 ========================  ===========  =========================================================
 
+The threads of should_preempt() do so, too (elaunch.training.preempt.agreement), in scopes of one
+call each. There a rank may come twice, after its connection broke: the last one looks who came.
+
 So who waits for a call has three exchanges with the store, and what is not asked for is not read.
 The last of call n forgets the keys of call n - 1: all have read them.
 
@@ -54,8 +57,6 @@ PIECE: Final = 4 << 20
 """Bytes that one request appends at most."""
 ANSWER_S: Final = 10.0
 """Seconds that the store may take for an exchange, whatever the call's deadline."""
-FAIL_S: Final = 5.0
-"""Seconds that it may take to take a failure."""
 FIRST_SLICE_S, LONGEST_SLICE_S = 1.0, 15.0
 """Seconds after which one who waits looks after the others; each time half as many more."""
 _RANK: Final = struct.Struct("<I")
@@ -179,12 +180,18 @@ class StoreCalls:
     """
 
     def __init__(
-        self, connection: StoreConnection, signature: Signature, rank: int, who: str
+        self,
+        connection: StoreConnection,
+        signature: Signature,
+        rank: int,
+        who: str,
+        seconds: float = ANSWER_S,
     ) -> None:
         self.signature = signature
         self.connection = connection
         self._rank = rank
         self._who = who
+        self._seconds = seconds
 
     def take_part(
         self,
@@ -203,46 +210,78 @@ class StoreCalls:
         given, on the last. ``look`` is called from time to time and may raise. Raises Failed, and
         Expired at ``until``.
         """
-        kind, count = self.connection.exchange(self._coming(call, gift), _answer_by(until))
+        kind, count = self.connection.exchange(self._coming(call, gift), self._by(until))
         self._check_kind(call, gift.remark, kind)
         if count & _LOW == size and count >> 2 * _CAME & _SUMS == size * _sum(call, gift) & _SUMS:
-            done, values = self._complete(call, size, count, wants, until, compose)
+            done, values = self._complete(call, count, wants, until, compose)
         else:
             self._await(call.key("done"), until, look)
             keys = [call.key(part) for part in ("done", *wants)]
-            done, *values = self.connection.multi_get(keys, _answer_by(until))
+            done, *values = self.connection.multi_get(keys, self._by(until))
         fields = self._fields(call, done)
         found = self._found(call, dict(zip(wants, values, strict=True)), fields)
         if fields["problems"]:
             key = call.key("problems")
-            problems = self.connection.get(key, _answer_by(until))
+            problems = self.connection.get(key, self._by(until))
             found.problems = dict(self._pieces(key, problems))
         return found
 
+    def arrive(
+        self,
+        call: Call,
+        size: int,
+        gift: Gift,
+        compose: Callable[[dict[int, Value]], dict[str, Any]] | None = None,
+    ) -> bool:
+        """Come to a call, maybe not for the first time; return whether all have. Does not wait."""
+        _, count = self.connection.exchange(self._coming(call, gift), self._by())
+        if count & _LOW < size or len(self.came(call)) < size:
+            return False
+        self._complete(call, count, (), 0.0, compose)
+        return True
+
+    def given(self, call: Call) -> dict[int, Value]:
+        """Return what the ranks have given that have come."""
+        key = call.key("given")
+        return dict(self._pieces(key, self.connection.get(key, self._by())))
+
+    def decide(self, call: Call, fields: dict[str, Any]) -> dict[str, Any]:
+        """Complete a call that nobody waits for; return what is said of it, by the first."""
+        key = call.key("done")
+        done = self.signature.of(key, json.dumps({"problems": False, **fields}).encode())
+        return self._fields(call, self.connection.put_first(key, done, self._by()))
+
+    def decided(self, call: Call) -> dict[str, Any]:
+        """Return what is said of a complete call."""
+        return self._fields(call, self.connection.get(call.key("done"), self._by()))
+
     def came(self, call: Call) -> set[int]:
         """Return the ranks that have come to a call."""
-        content = self.connection.get(call.key("came"), time.monotonic() + ANSWER_S)
+        content = self.connection.get(call.key("came"), self._by())
         whole = content[: len(content) // _RANK.size * _RANK.size]
         return {rank for (rank,) in _RANK.iter_unpack(whole)}
 
     def fail(self, call: Call, verdict: Verdict) -> Verdict | None:
         """Have a call fail; return why it has, by the first that knew it; None: it is complete."""
-        key = call.key("done")
-        done = self.signature.of(key, json.dumps({"failed": asdict(verdict)}).encode())
         try:
-            self._fields(call, self.connection.put_first(key, done, time.monotonic() + FAIL_S))
+            self.decide(call, {"failed": asdict(verdict)})
         except Failed as failed:
             return failed.verdict
         return None
+
+    def _by(self, until: float = 0.0) -> float:
+        """Return when the store has to have answered, in a call that lasts until ``until``."""
+        return max(until, time.monotonic() + self._seconds)
 
     def _coming(self, call: Call, gift: Gift) -> list[Request]:
         stated = json.dumps([call.name, self._rank, self._who, gift.remark]).encode()
         kind = call.key("kind")
         requests = [
             put_first(kind, self.signature.of(kind, stated)),
-            put(f"doing/{self._rank}", json.dumps(call).encode()),
             append(call.key("came"), _RANK.pack(self._rank)),
         ]
+        if self._who:
+            requests.append(put(f"doing/{self._rank}", json.dumps(call).encode()))
         number = 1 + (_sum(call, gift) << 2 * _CAME)
         if gift.given is not None:
             requests += self._appended(call.key("given"), gift.given)
@@ -276,6 +315,8 @@ class StoreCalls:
                 )
                 at += length
                 mine = parts.setdefault(rank, [])
+                if not number:
+                    mine.clear()
                 if number != len(mine) or at > len(whole):
                     raise ValueError
                 mine.append(value)
@@ -303,7 +344,6 @@ class StoreCalls:
     def _complete(
         self,
         call: Call,
-        size: int,
         count: int,
         wants: Collection[str],
         until: float,
@@ -312,9 +352,7 @@ class StoreCalls:
         """Complete a call as the last that has come; return what is said of it, and the values."""
         fields: dict[str, Any] = {}
         if compose is not None:
-            key = call.key("given")
-            given = self.connection.get(key, _answer_by(until))
-            fields = compose(dict(self._pieces(key, given)))
+            fields = compose(self.given(call))
         fields["problems"] = bool(count >> _CAME & _LOW)
         key = call.key("done")
         done = self.signature.of(key, json.dumps(fields).encode())
@@ -325,10 +363,10 @@ class StoreCalls:
                 *(get(call.key(part)) for part in wants),
                 *(forget(before.key(part)) for part in _KEYS if call.number > 1),
             ],
-            _answer_by(until),
+            self._by(until),
         )
         if stands == done:  # without libuv only setting it wakes those that wait
-            self.connection.put(key, done, _answer_by(until))
+            self.connection.put(key, done, self._by(until))
         return stands, values[: len(wants)]
 
     def _await(self, key: str, until: float, look: Callable[[], None]) -> None:
@@ -379,7 +417,3 @@ def _sum(call: Call, gift: Gift) -> int:
 
 def _named(key: str, head: bytes) -> str:
     return f"{key} {head.hex()}"
-
-
-def _answer_by(until: float) -> float:
-    return max(until, time.monotonic() + ANSWER_S)

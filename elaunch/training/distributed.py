@@ -22,10 +22,11 @@ from elaunch.training import launch as placements
 from elaunch.training.gone import Renamed
 from elaunch.training.launch import Placement
 from elaunch.training.stores.keystore import KeyStore
-from elaunch.training.stores.roundstore import RoundStore
+from elaunch.training.stores.roundstore import RoundStore, StoreConnection
 from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
+    from elaunch.training.agreement import StoreCalls
     from elaunch.training.ranks import RankCalls
 
 INIT: Final = "elaunch.init()"
@@ -251,6 +252,11 @@ class DistributedContext(Renamed):
         if self._calls is None:
             return [f"rank {rank}: not met yet" for rank in ranks]
         return self._calls.describe(ranks, until)
+
+    def over(self, connection: StoreConnection, seconds: float) -> StoreCalls:
+        """Return what a thread of elaunch's takes part in calls with, over its own connection."""
+        assert self._calls is not None
+        return self._calls.over(connection, seconds)
 
     def close(self) -> None:
         """End this rank's connections; each rank may by itself, also twice; it does not block."""

@@ -114,6 +114,7 @@ class RankCalls:
         self._me: RankRecord | None = None
         self._near: tuple[int, ...] = ()
         self._key = -1
+        self._signature = Signature(None, required=False)
         self._known: dict[int, RankRecord] = {}
         self._calls = {"all": 0, f"node{placement.cross_rank}": 0}
         self._now: Call | None = None
@@ -135,8 +136,9 @@ class RankCalls:
             me = self._me = self._record(connection)
             secret = self._placement.secret
             key = None if secret is None else session_key(secret, self._store.prefix)
-            signature = Signature(key, required=key is not None)
-            agreement = self._agreement = StoreCalls(connection, signature, me.rank, str(me))
+            self._signature = Signature(key, required=key is not None)
+            agreement = StoreCalls(connection, self._signature, me.rank, str(me))
+            self._agreement = agreement
             connection.put(f"rank/{me.rank}", me.packed(), until)
             gift = Gift(given=me.packed())
             try:
@@ -228,13 +230,16 @@ class RankCalls:
 
     def node_addrs(self) -> tuple[str, ...]:
         """Return the nodes' addresses by node; raises as RoundStore.connect."""
-        if self._agreement is None:
-            raise ContextError("the context is closed")
         with contextlib.closing(self._store.connect(_soon())) as connection:
-            signed = connection.get("addrs", _soon())
-        return tuple(
-            map(str, json.loads(self._agreement.signature.opened("addrs", signed).content))
-        )
+            addrs = self._signature.opened("addrs", connection.get("addrs", _soon()))
+        return tuple(map(str, json.loads(addrs.content)))
+
+    def over(self, connection: StoreConnection, seconds: float) -> StoreCalls:
+        """Return what takes part in other calls than these, for another thread of this rank.
+
+        ``seconds`` are those that the store may take for an answer.
+        """
+        return StoreCalls(connection, self._signature, self._placement.rank, "", seconds)
 
     def describe(self, ranks: Sequence[int], until: float) -> list[str]:
         """Return what each rank has called last, in words; blocks until ``until`` at most."""
@@ -322,7 +327,7 @@ class RankCalls:
         if self._placement.secret is None:
             shared = key_of(lead, self._me)
             session = None if shared is None else session_key(shared, self._store.prefix)
-            agreement.signature = Signature(session, required=False)
+            agreement.signature = self._signature = Signature(session, required=False)
 
     def _absent(self) -> tuple[str, tuple[int, ...]]:
         """Return the text about the ranks that have opened no context, and which they are."""
@@ -502,7 +507,7 @@ class RankCalls:
             connection = agreement.connection
             if anew:
                 connection = stack.enter_context(contextlib.closing(self._store.connect(_soon())))
-            line = StoreCalls(connection, agreement.signature, self._placement.rank, "")
+            line = self.over(connection, TELL_S)
             for call in calls:
                 line.fail(call, verdict)
 

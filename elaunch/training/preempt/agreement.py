@@ -1,24 +1,20 @@
 """One rank's part in agreeing on the call at which should_preempt() returns True on all ranks.
 
-elaunch.training.preempt.preempt describes the steps; the ranks take them over the round's store:
+elaunch.training.preempt.preempt describes the steps; the ranks take them over the round's store, as
+calls (elaunch.training.agreement) of their own:
 
-======================  ===================  ======================================================
-key                     written by           what
-======================  ===================  ======================================================
-``preempt/notice``      any rank with one    JSON: ``{"reason": …, "kind": …}``; the first stays;
-                                             with ``"grace"`` where a deadline is stated
-``preempt/at/<rank>``   every rank           JSON: ``{"calls": n, "closed": …}``: how often it had
-                                             called should_preempt() when it received the notice, or
-                                             when it closed; with ``"grace"`` if its agent states it
-``preempt/at/all``      the last of all      JSON: ``{"call": K, "reason": …, "kind": …}``; K is one
-                                             more than the most calls; with the least ``"grace"``
-``preempt/in/<rank>``   every rank           it has come to call K, or has closed
-``preempt/in/all``      the last of all      all have: call K returns True
-======================  ===================  ======================================================
+==========  ===================  ===================================================================
+call        come to it by        what it is
+==========  ===================  ===================================================================
+NOTICE      any rank with one    the notice: the first stays
+AT          every rank           how often it had called should_preempt() when the notice came, or
+                                 when it closed; with ``grace`` if its agent states it. The last
+                                 makes the call of it, K: one more than the most; the notice; the
+                                 least ``grace``
+IN          every rank           it has come to call K, or has closed; when all have, K returns True
+==========  ===================  ===================================================================
 
-The last rank learns it from a counter, ``preempt/<stage>/count``. A rank whose connection broke
-adds to it again, so it may be too high; therefore a rank that finds it high enough also looks
-whether all are there. It cannot be too low, so the last one always looks.
+A rank whose connection broke comes again, which changes nothing.
 
 Two threads do that. One waits in the store for the notice and then takes the steps, one after the
 other; the script's thread only waits for what comes out. The other passes on the first notice that
@@ -33,17 +29,22 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from elaunch import text
 from elaunch.errors import CollectiveError, CollectiveTimeout, PeerLost
+from elaunch.training.agreement import Call, Failed, Gift, StoreCalls, Value
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.stores.roundstore import SteadyConnection, StoreConnection
 from elaunch.wire.worker import KINDS, Notice, notice_to_json, seconds_of
 
-NOTICE: Final = "preempt/notice"
 Stage = Literal["at", "in"]
+NOTICE: Final = Call("preempt/notice", 1, "a notice to end")
+STAGES: Final[dict[Stage, Call]] = {
+    "at": Call("preempt/at", 1, "an answer to the notice"),
+    "in": Call("preempt/in", 1, "should_preempt()"),
+}
 PATIENCE_S: Final = 5.0
 """Seconds that the agreement goes on without reaching the store."""
 SIGN_OFF_S: Final = 5.0
@@ -53,6 +54,8 @@ DESCRIBE_S: Final = 5.0
 DESCRIBED: Final = 8
 """Ranks whose last calls an error describes."""
 JOIN_S: Final = 2.0
+
+Found = TypeVar("Found")
 
 log = logging.getLogger("elaunch")
 
@@ -221,7 +224,7 @@ class Agreement:
     def _watch(self) -> None:
         board = PreemptBoard(self._watching, self._distributed)
         try:
-            self._watching.await_key(NOTICE, math.inf)
+            self._watching.await_key(NOTICE.key("done"), math.inf)
             notice = board.notice()
             self._on_notice(notice)
             if notice.grace is not None:
@@ -279,82 +282,77 @@ class Agreement:
 
 
 class PreemptBoard:
-    """The keys above, as one rank writes and reads them over its connection.
+    """The calls above, as one rank takes part in them over its connection.
 
     Every method raises CollectiveError when the store cannot be reached.
     """
 
     def __init__(self, connection: SteadyConnection, distributed: DistributedContext) -> None:
         self._connection = connection
-        self._rank = distributed.rank
-        self._size = distributed.size
+        self._distributed = distributed
 
     def announce(self, notice: Notice) -> None:
         """Publish ``notice`` to every rank, if there is none yet."""
-        value = _packed(notice_to_json(notice))
-        self._connection.run(lambda connection, until: connection.put_first(NOTICE, value, until))
+        self._run(lambda calls: calls.decide(NOTICE, notice_to_json(notice)))
 
     def notice(self) -> Notice:
         """Return the notice that there is."""
-        return _notice(
-            _fields(self._connection.run(lambda connection, until: connection.get(NOTICE, until)))
-        )
+        return _notice(self._run(lambda calls: calls.decided(NOTICE)))
 
     def stand(self, count: CallCount) -> None:
         """Publish how often this rank had called; the last rank to do so publishes the call."""
+        gift = Gift(given=json.dumps(count._asdict()).encode())
 
-        def complete(values: list[bytes]) -> bytes:
-            counts, notice = [_count(value) for value in values], self.notice()
-            graces = [notice.grace, *(count.grace for count in counts)]
-            least = min((one for one in graces if one is not None), default=None)
-            call = 1 + max(count.calls for count in counts)
-            return _packed({"call": call, **notice_to_json(notice._replace(grace=least))})
+        def arrive(calls: StoreCalls) -> bool:
+            def compose(given: dict[int, Value]) -> dict[str, Any]:
+                return _agreed_on(map(_count, given.values()), _notice(calls.decided(NOTICE)))
 
-        self._enter("at", _packed(count._asdict()), complete)
+            return calls.arrive(STAGES["at"], self._distributed.size, gift, compose)
+
+        self._run(arrive)
 
     def arrive(self) -> bool:
         """Publish that this rank has come to the call, or never will; return whether all have."""
-        return self._enter("in", b"1", lambda _: b"1")
+        size = self._distributed.size
+        return self._run(lambda calls: calls.arrive(STAGES["in"], size, Gift()))
 
     def complete(self, stage: Stage, until: float) -> bool:
         """Wait until all ranks have come to ``stage``, at the longest until ``until``."""
-        return self._connection.await_key(f"preempt/{stage}/all", until)
+        return self._connection.await_key(STAGES[stage].key("done"), until)
 
     def agreed(self) -> Agreed:
         """Return what was agreed on; for when stage "at" is complete."""
-        fields = _fields(
-            self._connection.run(lambda connection, until: connection.get("preempt/at/all", until))
-        )
+        fields = self._run(lambda calls: calls.decided(STAGES["at"]))
         return Agreed(_whole(fields.get("call")), _notice(fields))
 
     def counts(self) -> list[CallCount | None]:
         """Return by rank what it published; None for those that published nothing."""
-        return [_count(value) if value else None for value in self._all_of("at")]
+        given = self._run(lambda calls: calls.given(STAGES["at"]))
+        ranks = range(self._distributed.size)
+        return [_count(given[rank]) if rank in given else None for rank in ranks]
 
     def absent(self, stage: Stage) -> list[int]:
         """Return the ranks that have not come to ``stage``."""
-        return [rank for rank, value in enumerate(self._all_of(stage)) if not value]
+        came = self._run(lambda calls: calls.came(STAGES[stage]))
+        return [rank for rank in range(self._distributed.size) if rank not in came]
 
-    def _enter(self, stage: Stage, value: bytes, complete: Callable[[list[bytes]], bytes]) -> bool:
-        """Come to a stage; the last rank completes it. Return whether this one was the last."""
+    def _run(self, work: Callable[[StoreCalls], Found]) -> Found:
+        def exchange(connection: StoreConnection, until: float) -> Found:
+            return work(self._distributed.over(connection, until - time.monotonic()))
 
-        def exchange(connection: StoreConnection, until: float) -> int:
-            connection.put(f"preempt/{stage}/{self._rank}", value, until)
-            return connection.add(f"preempt/{stage}/count", 1, until)
+        try:
+            return self._connection.run(exchange)
+        except Failed as failed:  # by what no rank wrote
+            raise PeerLost(str(failed)) from None
 
-        if self._connection.run(exchange) < self._size:
-            return False
-        values = self._all_of(stage)
-        if not all(values):
-            return False  # the count is too high; the last one is yet to come
-        outcome = complete(values)
-        key = f"preempt/{stage}/all"
-        self._connection.run(lambda connection, until: connection.put_first(key, outcome, until))
-        return True
 
-    def _all_of(self, stage: Stage) -> list[bytes]:
-        keys = [f"preempt/{stage}/{rank}" for rank in range(self._size)]
-        return self._connection.run(lambda connection, until: connection.multi_get(keys, until))
+def _agreed_on(counts: Iterable[CallCount], notice: Notice) -> dict[str, Any]:
+    """Return the call, and the notice with the least grace."""
+    found = list(counts)
+    graces = [notice.grace, *(count.grace for count in found)]
+    least = min((one for one in graces if one is not None), default=None)
+    call = 1 + max(count.calls for count in found)
+    return {"call": call, **notice_to_json(notice._replace(grace=least))}
 
 
 def _thread(run: Callable[[], None], name: str) -> threading.Thread:
@@ -376,26 +374,18 @@ def _counts(missing: list[int], counts: list[CallCount | None]) -> str:
     return f"; when the notice came, {text.listed(texts)}" if texts else ""
 
 
-def _packed(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _fields(raw: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(raw) if raw else {}
-    except (ValueError, RecursionError):
-        fields = {}
-    return fields if isinstance(fields, dict) else {}
-
-
 def _notice(fields: dict[str, Any]) -> Notice:
     kind = fields.get("kind")
     reason, grace = str(fields.get("reason", "")), seconds_of(fields.get("grace"))
     return Notice(reason, kind if kind in KINDS else "stop", grace)
 
 
-def _count(raw: bytes) -> CallCount:
-    fields = _fields(raw)
+def _count(value: Value) -> CallCount:
+    try:
+        fields = json.loads(value.content)
+    except (ValueError, RecursionError):
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
     closed, grace = fields.get("closed") is True, seconds_of(fields.get("grace"))
     return CallCount(_whole(fields.get("calls")), closed, grace)
 
