@@ -18,6 +18,8 @@ _WHERE = {
     "KeyStore": "elaunch.training.stores.keystore",
     "PreemptContext": "elaunch.training.preempt.preempt",
     "TrainContext": "elaunch.training.train",
+    "Steps": "elaunch.training.steps.loop",
+    "Step": "elaunch.training.steps.step",
     "read_metrics": "elaunch.training.metrics.reading",
     "CheckpointContext": "elaunch.training.checkpoint.context",
     "SaveHandle": "elaunch.training.checkpoint.handle",

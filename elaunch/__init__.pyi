@@ -28,6 +28,8 @@ from elaunch.training.launch import latest_checkpoint as latest_checkpoint
 from elaunch.training.metrics.reading import read_metrics as read_metrics
 from elaunch.training.preempt.preempt import PreemptContext as PreemptContext
 from elaunch.training.sampler import ElasticDistributedSampler as ElasticDistributedSampler
+from elaunch.training.steps.loop import Steps as Steps
+from elaunch.training.steps.step import Step as Step
 from elaunch.training.stores.keystore import KeyStore as KeyStore
 from elaunch.training.train import TrainContext as TrainContext
 

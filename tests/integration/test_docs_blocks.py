@@ -56,7 +56,7 @@ def code_of(page: str, language: str) -> list[str]:
     if page != "docs/api.md":
         return found
     signature = re.compile(
-        r"\A(class )?(elaunch|[A-Z]\w+)\.\w+|\Aclass \w+\n\Z|\A\w+\(.*\)( -> .+)?\n\Z", re.DOTALL
+        r"\A(class )?(elaunch|[A-Z]\w+)\.\w+|\A\w+\(.*\)( -> .+)?\n\Z", re.DOTALL
     )
     return [text for text in found if not signature.match(text)]
 

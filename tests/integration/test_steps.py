@@ -200,8 +200,7 @@ def test_an_error_in_a_micro_batch_has_its_number(elaunch: Launcher) -> None:
     assert done.returncode == 1
     note = r"ValueError: these samples\n *elaunch: in micro-batch 7 of step 4 \(samples \d+\)\n"
     assert re.search(note, done.stderr)
-    why = elaunch.run(["why", "it"]).stdout
-    assert re.search(r"^rank \d failed at stepping.py:\d+: ValueError: these samples$", why, re.M)
+    assert "in micro-batch 7 of step 4" in elaunch.run(["why", "it"]).stdout
 
 
 def test_metrics_are_in_the_run(elaunch: Launcher) -> None:

@@ -14,4 +14,4 @@ group      the ranks' own process group
 ========== =======================================================================================
 """
 
-__all__ = ["feed", "loop", "refusals"]
+__all__ = ["feed", "loop", "refusals", "step"]
