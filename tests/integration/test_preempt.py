@@ -268,7 +268,9 @@ import os, pathlib, sys, time
 import elaunch
 
 with elaunch.init() as ctx:
-    ctx.preempt.should_preempt()
+    for _ in range(50):  # the agent has heard by then that this rank asks
+        ctx.preempt.should_preempt()
+        time.sleep(0.01)
     print("asks", flush=True)
     while not ctx.preempt.should_preempt():
         time.sleep(0.01)
