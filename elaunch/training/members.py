@@ -56,7 +56,7 @@ class RankRecord:
         if (self.machine, self.space) != (me.machine, me.space) or not self.process:
             return ""
         found = proc.read_process(self.pid)
-        if found is None or f"{found.pid}.{found.start}" != self.process or found.state in "ZX":
+        if found is None or f"{found.pid}.{found.start}" != self.process or not found.living:
             return "gone"
         return found.state
 

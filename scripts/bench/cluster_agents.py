@@ -210,7 +210,7 @@ def connect(task: Task) -> Store:
 
     endpoints = [one.rpartition(":") for one in task.endpoint.split(",")]
     members = tuple((address, int(port)) for address, _, port in endpoints)
-    place = EtcdCluster(members, call_timeout=task.patience / 2, look_period=max(5.0, task.agents))
+    place = EtcdCluster(members, call_timeout=task.patience / 2, agents=task.agents)
     return etcd.connect(place, task.run_id, deadline=CONNECT_SECONDS)
 
 

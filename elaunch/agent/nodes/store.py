@@ -100,7 +100,7 @@ class StoreOpener:
         key: MungeKey | None = None,
         agents: int = 1,
     ) -> None:
-        self._look_period = max(5.0, agents)
+        self._agents = agents
         self._rendezvous = rendezvous
         self._run_id = run_id
         self._publish = publish
@@ -264,7 +264,7 @@ class StoreOpener:
 
         settings = self._rendezvous
         cluster = EtcdCluster(
-            endpoints=settings.endpoints, look_period=self._look_period, **vars(settings.etcd)
+            endpoints=settings.endpoints, agents=self._agents, **vars(settings.etcd)
         )
         store = etcd.connect(cluster, self._run_id, deadline=seconds, history=self._history)
         self._settle_key(lambda key: key.agree(store), store)

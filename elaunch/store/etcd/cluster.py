@@ -22,8 +22,7 @@ class EtcdCluster:
     """One etcd: its members' client addresses, the prefix of our keys, how to get in.
 
     ``cacert`` means TLS; ``cert`` and ``key`` are our own, if etcd asks for one. ``call_timeout``
-    is how many seconds one member has for one answer, ``look_period`` how often an agent that waits
-    for a plan looks whether etcd still lets it in.
+    is how many seconds one member has for one answer, ``agents`` how many the job has at most.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -34,7 +33,15 @@ class EtcdCluster:
     cert: Path | None = None
     key: Path | None = None
     call_timeout: float = 1.0
-    look_period: float = 5.0
+    agents: int = 1
+
+    @property
+    def look_period(self) -> float:
+        """Seconds after which an agent that waits looks again whether etcd lets it in.
+
+        The more agents, the longer: all of them together look once a second.
+        """
+        return max(5.0, self.agents)
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -103,17 +102,13 @@ class Step:
         if self._begun:
             raise self._error("micro_batches() is called twice: one loop takes all of them")
         self._begun = True
-        yield from self._leaves(self._feed.next)
+        yield from self._leaves(again=False)
         while not self._sum_up():
-            leaves = iter([one.leaf for one in self._share.sums if one.leaf not in self.skipped])
-            yield from self._leaves(partial(self._again, leaves))
+            yield from self._leaves(again=True)
         self._is_summed = True
         seed_all(self._order.seed, "step", self.number)
 
-    def _again(self, leaves: Iterator[int]) -> Any:
-        return self._feed.again(self._data, next(leaves))
-
-    def _leaves(self, fetch: Callable[[], Any]) -> Iterator[Any]:
+    def _leaves(self, *, again: bool) -> Iterator[Any]:
         weights = enumerate(self._weights)
         divisor = sum(one for leaf, one in weights if leaf not in self.skipped)
         # What others have added to a buffer is not to be taken for this rank's.
@@ -127,7 +122,7 @@ class Step:
             if what.leaf in self.skipped:
                 self._add(lambda: None)
                 continue
-            batch = fetch()
+            batch = self._feed.again(self._data, what.leaf) if again else self._feed.next()
             seed_all(self._order.seed, "leaf", self.number, what.leaf)
             self.leaf = what.leaf
             yield batch
