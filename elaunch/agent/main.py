@@ -115,6 +115,8 @@ class _Run:
         lines = None if settings.progress_regex is None else ProgressLines(settings.progress_regex)
         pump = self._start_pump(lines)
         stack.enter_context(logging_to(pump.show, settings.log_level))
+        result = VerdictLog(record)
+        stack.callback(result.log)
         if context.run_dir.notice is not None:
             log.warning("%s", context.run_dir.notice)
         frontends.open_ports(context, stack)
@@ -148,7 +150,7 @@ class _Run:
             links=links,
             sampler=sampler,
             saver=saver,
-            observers=(reporter, early, (*late, *watching)),
+            observers=(reporter, early, (*late, result.see, *watching)),
             standalone=standalone,
         )
         prune = partial(directory.prune_for, context.run_dir, os.environ, settings.keep_runs)
@@ -240,7 +242,7 @@ class _Run:
         self._stack.callback(decisions.release)
         plans: tuple[Observer, ...] = (publisher.see,) if settings.rendezvous is not None else ()
         early = (ledger.see, group.see, sampler.workers.see, reporter.see, *plans, decisions.see)
-        late = (reporter.report_on, publisher.publish, record.see, VerdictLog(record).see)
+        late = (reporter.report_on, publisher.publish, record.see)
         see_torchs = EventLog(settings, group.error_file).see
         return reporter, early, (*late, see_torchs)
 

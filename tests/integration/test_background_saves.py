@@ -134,7 +134,10 @@ def test_a_last_save_that_is_lost_is_no_good_end(elaunch: Launcher, tmp_path: Pa
     running.send_signal(signal.SIGTERM)
     done = running.wait()
     assert done.returncode == 74
-    assert "their last checkpoint was in memory only, and is lost" in done.stderr
+    assert "was not committed" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "result: STOPPED" in last
+    assert "their last checkpoint was in memory only, and is lost" in last
 
 
 def test_a_request_to_end_leaves_the_last_save_its_time(elaunch: Launcher, tmp_path: Path) -> None:

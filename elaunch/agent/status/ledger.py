@@ -441,22 +441,28 @@ def times_of_node(ledger: Ledger, sampler: Sampler) -> NodeTimes | None:
 
 
 class VerdictLog:
-    """Logs the verdict on a run at its end; an observer of the loop's turns.
+    """The verdict on a run at its end, known when the loop ends; an observer of its turns.
 
     Each node has the result. What was measured is of all nodes on node 0 only.
     """
 
     def __init__(self, record: StatusRecord) -> None:
         self._record = record
+        self._lines: list[tuple[int, str]] = []
 
     def see(self, turn: Turn) -> None:
-        """Log the verdict if the turn ends the run."""
+        """Keep the verdict if the turn ends the run."""
         if not isinstance(turn.action, Finish):
             return
         record = cast("Record", self._record.snapshot())
         lines, shown = verdict.lines(record), verdict.shown(record)
         for number, line in enumerate(lines[:1] if record.get("node_rank") else lines):
-            log.log(logging.WARNING if number < shown else logging.INFO, "%s", line)
+            self._lines.append((logging.WARNING if number < shown else logging.INFO, line))
+
+    def log(self) -> None:
+        """Log the verdict: the last lines of the agent, behind what its parts say at their end."""
+        for level, line in self._lines:
+            log.log(level, "%s", line)
 
 
 def _pace(page: Reading) -> float | None:

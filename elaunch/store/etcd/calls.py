@@ -52,8 +52,12 @@ PROBE_SECONDS = 0.3
 """How long all members together have to report how they are."""
 PASSES = 3
 """How often the members that know a leader are tried for one call."""
-DENIED_PAUSE = 2.0
-"""Seconds for which a refused password is not tried again: each try costs etcd much."""
+DENIED_FIRST, DENIED_MOST = 2.0, 30.0
+"""Seconds for which a refused password is not tried again; twice as long after each further one.
+
+etcd compares a password for a tenth of a second of processor time. On a busy machine that takes a
+second, in which it renews no lease.
+"""
 
 CLOSE_SECONDS = 1.0
 
@@ -90,6 +94,7 @@ class Calls:
         self._token_lock = threading.Lock()
         self._refused = ""  # why the password was refused
         self._refused_until = 0.0
+        self._pause = DENIED_FIRST
 
     @property
     def lost(self) -> bool:
@@ -259,14 +264,18 @@ class Calls:
             name=self.cluster.user, password=self.cluster.password or ""
         )
         try:
-            return str(member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER).token)
+            answer = member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER)
+            self._refused, self._pause = "", DENIED_FIRST
+            return str(answer.token)
         except self.loaded.grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
             refusal = self.refusal(error, seconds)
             if refusal.kind == "denied":
                 self._refused = refusal.text
-                self._refused_until = time.monotonic() + DENIED_PAUSE
+            if self._refused:  # no answer in time is no better
+                self._refused_until = time.monotonic() + self._pause
+                self._pause = min(DENIED_MOST, 2 * self._pause)
             raise refusal from error
 
     def _probe(self, refusals: dict[str, Refusal]) -> list[Member]:
