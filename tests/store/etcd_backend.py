@@ -22,7 +22,7 @@ class EtcdCluster:
 
     def open(self, run_id: str = "job") -> Store:
         """Connect one more agent."""
-        # A machine on which many tests run is slow; what a call does that takes long is tested apart.
+        # Many tests make a machine slow; what becomes of a call that takes long is tested apart.
         place = self._server.place(call_timeout=10.0)
         store = client.connect(place, run_id, deadline=60.0)
         self._stack.callback(store.close)
