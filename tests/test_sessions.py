@@ -34,8 +34,8 @@ def test_commands_have_default_signals(tmp_path: Path, forks: bool) -> None:
     assert int(mask, 16) & standard == ignored_by_default(), done
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.trial), ["-n1"]])
+@pytest.mark.trial
+@pytest.mark.parametrize("processes", [[], ["-n1"]])
 def test_so_have_they_under_nohup(tmp_path: Path, processes: list[str]) -> None:
     """Also with a signal that nohup does not ignore, in one process and in those of xdist."""
     shell = "trap '' HUP INT QUIT USR2; exec \"$@\""
