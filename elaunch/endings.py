@@ -14,12 +14,12 @@ KILLED = 128 + signal.SIGKILL
 """Exit code of a run that was asked to end and did not."""
 
 
-def signal_name(number: int) -> str:
-    """Return a signal's name; real-time signals have none of their own."""
+def signal_name(number: int, unknown: str = "signal {}") -> str:
+    """Return a signal's name, or ``unknown``: real-time signals have no names."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"
+        return unknown.format(number)
 
 
 def how_it_ended(exitcode: int) -> str:

@@ -204,7 +204,7 @@ def lines(record: Record) -> list[str]:
     result = f"{record['state']} after {duration(_seconds(record))}, {count(used, 'restart')}"
     if record["state"] == "FAILED" and (why := _headline(record)):
         result += f": {why} (elaunch why {shlex.quote(record['run_id'])})"
-    elif record["state"] == "STOPPED" and record["exit_code"] == CheckpointError.exit_code:
+    elif record["state"] == "STOPPED" and 0 < (record["exit_code"] or 0) <= 128:  # no signal's
         result += f": {one_line(record['reason'] or '')}"
     told = sorted(facts(record), key=lambda fact: fact[0] != "advice")
     return [f"result: {result}", *(f"{name}: {value}" for name, value in told)]

@@ -144,6 +144,16 @@ def test_the_result_of_a_run_that_did_not_fail_blames_nobody(state: str) -> None
     assert line == f"result: {state} after 1m 40s, 0 restarts"
 
 
+@pytest.mark.parametrize("code", [1, 69, 70, 74, 128])
+def test_a_run_that_no_signal_has_stopped_in_the_end_names_why(code: int) -> None:
+    """It was stopped, and something else ended it; what a signal alone has ended says enough."""
+    why = "the store\x1b was lost"
+    line = verdict.lines(ended(100.0, state="STOPPED", exit_code=code, reason=why))[0]
+    assert line == "result: STOPPED after 1m 40s, 0 restarts: the store\\x1b was lost"
+    line = verdict.lines(ended(100.0, state="STOPPED", exit_code=143, reason="SIGTERM"))[0]
+    assert line == "result: STOPPED after 1m 40s, 0 restarts"
+
+
 @pytest.mark.parametrize(
     ("held", "advice"),
     [

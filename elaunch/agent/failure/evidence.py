@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from typing import Any
 
 from msgspec import Struct, field
@@ -20,7 +19,7 @@ from elaunch.agent.failure.errorfile import ErrorFile
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.hangs.scene import NOT_ASKED, Scene
 from elaunch.agent.policy.events import HangSeen, StacksTaken
-from elaunch.endings import Exit
+from elaunch.endings import Exit, signal_name
 from elaunch.files import open_regular
 
 LAST_BYTES = 1 << 16
@@ -138,7 +137,7 @@ class Failure(Struct, frozen=True):
             "oom_kill": self.oom_kill,
             "timer": end.timer,
             "ended": end.how,
-            "signal": signal_name(end.exitcode),
+            "signal": signal_name(-end.exitcode, "") or None,
             "ms_after_first": self.ms_after_first,
             "error_file_problem": error.problem or None if error else None,
             "message": self.message or None,
@@ -209,11 +208,3 @@ def came_to_end(failure: Failure, scene: Scene) -> bool:
     """
     has_failed = failure.exit.exitcode > 0 or bool(failure.message)
     return has_failed and failure.exit.rank in scene.leaving
-
-
-def signal_name(exitcode: int) -> str | None:
-    """Return the name of the signal that ``exitcode`` (negative for one) means, or None."""
-    try:
-        return signal.Signals(-exitcode).name if exitcode < 0 else None
-    except ValueError:
-        return None

@@ -70,11 +70,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elaunch.agent.failure import errorfile, tracebacks
-from elaunch.agent.failure.evidence import NO_ROOM, Failure, Hang, signal_name
+from elaunch.agent.failure.evidence import NO_ROOM, Failure, Hang
 from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.failure.verdict import FailureReport, summary
 from elaunch.agent.policy import events
-from elaunch.endings import Exit
+from elaunch.endings import Exit, signal_name
 from elaunch.text import count, ranks, shortened
 
 WIDTH = 100
@@ -339,7 +339,7 @@ def _table(report: FailureReport) -> str:
 
 
 def _block(number: int, failure: Failure, report: FailureReport) -> str:
-    end, name = failure.exit, signal_name(failure.exit.exitcode)
+    end, name = failure.exit, signal_name(-failure.exit.exitcode, "")
     time = datetime.fromtimestamp(int(failure.at)).isoformat(sep="_")
     text = _table_text(failure)
     if report.hang is not None and failure is report.first:
@@ -369,7 +369,7 @@ def _table_text(failure: Failure) -> str:
     if error and error.message:
         return error.message
     if end.exitcode < 0 and not (failure.stopped and failure.message):
-        name = signal_name(end.exitcode) or NOT_AVAILABLE
+        name = signal_name(-end.exitcode, NOT_AVAILABLE)
         return f"Signal {-end.exitcode} ({name}) received by PID {end.pid}"
     if failure.message:
         return f"{_first_line(failure.message)} (see {failure.stderr_path or 'its output above'})"
