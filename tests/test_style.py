@@ -104,8 +104,8 @@ BROAD_EXCEPTS: dict[str, str] = {
     "are written",
     "elaunch.training.metrics.writer:BoardWriter.close": "other people's code: logged, the rows "
     "are written",
-    "elaunch.agent.status.httpport:_Server._answer": "what http.server raises for one client, as "
-    "its own loop catches it: the next one is answered",
+    "elaunch.agent.status.httpport:HttpPort._answer": "whatever a client, or what it asks for, "
+    "raises: the next one is answered",
     "elaunch.top.widgets:_run": "top of a thread: raised in the one that waits for it",
     "elaunch.agent.hangs.sample:Sampler._judge": "a hang without a reason is still one",
     "elaunch.agent.hangs.sample:Sampler._run": "top of a thread: logged, the job goes on",

@@ -132,6 +132,7 @@ def test_a_variable_can_be_set_off_on_the_command_line(job: Job) -> None:
         ("train.py", {"LOGLEVEL": "infos"}, "did you mean 'INFO'? (from LOGLEVEL"),
         ("train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"}, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
         ("train.py", {"TORCHELASTIC_HEALTH_CHECK_PORT": "x"}, "TORCHELASTIC_HEALTH_CHECK_PORT"),
+        ("train.py", {"TORCHELASTIC_HEALTH_CHECK_PORT": "70000"}, "is more than 65535"),
         ("train.py", {"PYTHON_EXEC": "/no/python"}, "PYTHON_EXEC: '/no/python'"),
         ("--logs-specs mine train.py", {}, "--logs-specs: 'mine' names a class"),
         ("--logs-specs Default train.py", {}, "--logs-specs: 'Default' names a class"),

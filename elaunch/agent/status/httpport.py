@@ -16,17 +16,16 @@ since Kubernetes' probes come from the node, not from inside the pod: its client
 and nothing more. Nothing can be changed through either.
 
 One thread for each port answers one request after another. A client has two seconds to send its
-request; meanwhile others are answered, and of more than MOST_WAITING the first ones are dropped.
-Only the state needs the
-loop: metrics are read from the run's record beside it.
+request; meanwhile others are answered, and of more than MOST_WAITING clients the first are dropped.
+Only the state needs the loop: metrics are read from the run's record.
 
-http.server takes 6 MB and 15 ms: an agent without these ports does not import this module.
+http.server would take 6 MB and 15 ms for these four answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import io
 import json
 import logging
 import math
@@ -37,8 +36,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, NamedTuple
+from typing import Any
 
 from elaunch.errors import UsageError
 from elaunch.hosts import listen_everywhere
@@ -79,8 +77,11 @@ class HttpPort:
     ) -> None:
         self._host = host
         self._port = port
-        self._answers = _Answers(alive, metrics, request_s)
-        self._server: _Server | None = None
+        self._alive = alive
+        self._metrics = metrics
+        self._request_s = request_s
+        self._closed = threading.Event()
+        self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="http-port", daemon=True)
 
     def start(self) -> int:
@@ -89,34 +90,85 @@ class HttpPort:
         Raises:
             UsageError: the port is in use, or this user may not open it.
         """
-        self._server = _Server(_listen(self._host, self._port), self._answers)
+        self._listener = _listen(self._host, self._port)
         self._thread.start()
-        return int(self._server.socket.getsockname()[1])
+        return int(self._listener.getsockname()[1])
 
     def close(self, timeout: float = REQUEST_S) -> None:
         """Close the port; wait at most ``timeout`` seconds for a request that is being answered."""
-        if self._server is None:
+        if self._listener is None:
             return
-        self._server.closed.set()
-        try:
-            # Wakes the thread from its wait, which close() alone does not.
-            self._server.socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            _log.debug("http port: %s", error)
+        self._closed.set()
+        with contextlib.suppress(OSError):  # it is closed already
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() does not
         self._thread.join(timeout)
-        self._server.server_close()
+        self._listener.close()
 
     def _serve(self) -> None:
-        assert self._server is not None  # start() makes it
-        self._server.serve()
+        """Answer in the order in which requests are complete; drop clients that are too slow."""
+        assert self._listener is not None  # start() makes it
+        waiting: dict[int, _Prober] = {}
+        while not self._closed.is_set():
+            for client in [*waiting.values()]:
+                if client.until <= time.monotonic() or len(waiting) > MOST_WAITING:
+                    waiting.pop(client.sock.fileno()).sock.close()
+            poller = select.poll()
+            for fd in (self._listener.fileno(), *waiting):
+                poller.register(fd, select.POLLIN)
+            left = min((client.until for client in waiting.values()), default=math.inf)
+            soon = None if left == math.inf else max(0.0, left - time.monotonic()) * 1000 + 1
+            for fd, _ in poller.poll(soon):
+                if fd == self._listener.fileno():
+                    waiting |= self._accepted(self._listener)
+                elif waiting[fd].has_sent():
+                    self._answer(waiting.pop(fd))
+        for client in waiting.values():
+            client.sock.close()
 
+    def _accepted(self, listener: socket.socket) -> dict[int, _Prober]:
+        """Return the next client; a lasting error (too many open files) does not spin."""
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if not self._closed.wait(0.0 if error.errno == errno.ECONNABORTED else 1.0):
+                _log.debug("http port: %s", error)
+            return {}
+        sock.setblocking(False)
+        return {sock.fileno(): _Prober(sock, time.monotonic() + self._request_s)}
 
-class _Answers(NamedTuple):
-    """The sources of a port's answers; see :class:`HttpPort`."""
+    def _answer(self, client: _Prober) -> None:
+        with client.sock as sock:
+            try:
+                sock.settimeout(self._request_s)
+                sock.sendall(self._answered(client.head))
+                sock.shutdown(socket.SHUT_WR)
+            except Exception:  # probes come every few seconds, and may hang up at any moment
+                _log.debug("http port: a request was not answered", exc_info=True)
 
-    alive: Alive
-    metrics: Page | None
-    request_s: float
+    def _answered(self, head: bytes) -> bytes:
+        """Return the answer to a request, of which a HEAD gets no body."""
+        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+        address, _, version = rest.partition(" ")
+        path, kind = address.partition("?")[0], "text/plain"
+        status, body = HTTPStatus.OK, ""
+        if not version.startswith("HTTP/1."):
+            status = HTTPStatus.BAD_REQUEST
+        elif method not in ("GET", "HEAD"):
+            status = HTTPStatus.NOT_IMPLEMENTED
+        elif path == "/metrics" and self._metrics is not None:
+            kind, body = CONTENT_TYPE, self._metrics()
+        elif path in ("/", "/health", "/healthz"):
+            kind = "application/json"
+            try:
+                body = json.dumps(self._alive()) + "\n"
+            except TimeoutError:
+                status, body = HTTPStatus.SERVICE_UNAVAILABLE, '{"state": "NOT_ANSWERING"}\n'
+        else:
+            status = HTTPStatus.NOT_FOUND
+        sent = (body or f"{status.phrase}\n").encode()
+        top = f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+        top += f"Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n"
+        return top.encode() + (b"" if method == "HEAD" else sent)
 
 
 @dataclass
@@ -124,7 +176,6 @@ class _Prober:
     """A connection whose request is not complete."""
 
     sock: socket.socket
-    address: Any
     until: float
     head: bytes = b""
 
@@ -140,131 +191,18 @@ class _Prober:
         return not received or b"\r\n\r\n" in self.head or len(self.head) >= MAX_REQUEST
 
 
-class _Server(HTTPServer):
-    """Answers who connects to ``listener``, in the order in which their requests are complete."""
-
-    def __init__(self, listener: socket.socket, answers: _Answers) -> None:
-        super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.answers = answers
-        self.closed = threading.Event()
-        self.head = b""
-        """The request of the client that is being answered."""
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Take a connection; a lasting error (too many open files) does not spin."""
-        try:
-            return super().get_request()
-        except OSError as error:
-            if not self.closed.wait(0.0 if error.errno == errno.ECONNABORTED else 1.0):
-                _log.debug("http port: %s", error)
-            raise
-
-    def serve(self) -> None:
-        """Answer whoever has sent a request, until the port is closed; drop the silent ones."""
-        waiting: dict[int, _Prober] = {}
-        while not self.closed.is_set():
-            for client in [*waiting.values()]:
-                if client.until <= time.monotonic() or len(waiting) > MOST_WAITING:
-                    self.shutdown_request(waiting.pop(client.sock.fileno()).sock)
-            poller = select.poll()
-            for fd in (self.socket.fileno(), *waiting):
-                poller.register(fd, select.POLLIN)
-            left = min((client.until for client in waiting.values()), default=math.inf)
-            soon = None if left == math.inf else max(0.0, left - time.monotonic()) * 1000 + 1
-            for fd, _ in poller.poll(soon):
-                if fd == self.socket.fileno():
-                    accepted = self._accepted()
-                    waiting |= {one.sock.fileno(): one for one in accepted}
-                elif waiting[fd].has_sent():
-                    self._answer(waiting.pop(fd))
-        for client in waiting.values():
-            self.shutdown_request(client.sock)
-
-    def _accepted(self) -> list[_Prober]:
-        try:
-            sock, address = self.get_request()
-        except OSError:
-            return []
-        sock.setblocking(False)
-        return [_Prober(sock, address, time.monotonic() + self.answers.request_s)]
-
-    def _answer(self, client: _Prober) -> None:
-        self.head = client.head
-        client.sock.settimeout(self.answers.request_s)
-        try:
-            self.process_request(client.sock, client.address)
-        except Exception:
-            self.handle_error(client.sock, client.address)
-            self.shutdown_request(client.sock)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level: the client is gone, too slow, or sent no HTTP."""
-        _log.debug("http port: client %s", client_address, exc_info=True)
-
-
-class _Request(BaseHTTPRequestHandler):
-    """One request, read and answered by the constructor, as is http.server's way."""
-
-    server: _Server
-    server_version = "elaunch"
-    sys_version = ""
-
-    def setup(self) -> None:
-        """Take the request that was read; what a client does not read of a page is cut off."""
-        super().setup()
-        self.rfile = io.BytesIO(self.server.head)
-
-    def do_GET(self) -> None:
-        """Answer with the state, or with the metrics."""
-        path, answers = self.path.partition("?")[0], self.server.answers
-        if path == "/metrics" and answers.metrics is not None:
-            self._send(HTTPStatus.OK, CONTENT_TYPE, answers.metrics())
-        elif path not in ("/", "/health", "/healthz"):
-            self.send_error(HTTPStatus.NOT_FOUND)
-        else:
-            try:
-                status, answer = HTTPStatus.OK, answers.alive()
-            except TimeoutError:
-                status, answer = HTTPStatus.SERVICE_UNAVAILABLE, {"state": "NOT_ANSWERING"}
-            self._send(status, "application/json", json.dumps(answer) + "\n")
-
-    do_HEAD = do_GET
-
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log at debug level: probes come every few seconds."""
-        _log.debug("http port: " + format, *args)
-
-
 def _listen(host: str | None, port: int) -> socket.socket:
     try:
         if host is not None:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             return socket.create_server((str(address[0]), port), family=family)
         return listen_everywhere(port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         name = f"{VARIABLE}={port}" if host is None else f"--metrics-port {host_port(host, port)}"
-        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        code = "E-PORT-IN-USE" if in_use else ""
-        raise UsageError(f"{name}: {_reason(error)}", code=code) from error
-
-
-def _reason(error: OSError | OverflowError) -> str:
-    number = error.errno if isinstance(error, OSError) else errno.EINVAL
-    if number == errno.EADDRINUSE:
-        return "the port is in use by another process; choose another, or none"
-    if number == errno.EACCES:
-        return "this user may not open ports below 1024; choose a higher one"
-    if isinstance(error, OverflowError):
-        return "a port is a number from 0 to 65535"
-    return f"the port cannot be opened: {error.strerror}"
+        why, code = f"the port cannot be opened: {error.strerror}", ""
+        if error.errno == errno.EADDRINUSE:
+            why = "the port is in use by another process; choose another, or none"
+            code = "E-PORT-IN-USE"
+        elif error.errno == errno.EACCES:
+            why = "this user may not open ports below 1024; choose a higher one"
+        raise UsageError(f"{name}: {why}", code=code) from error

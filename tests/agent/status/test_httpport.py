@@ -157,13 +157,6 @@ def test_port_in_use() -> None:
         HttpPort(None, port, running).start()
 
 
-@pytest.mark.parametrize("port", [70_000, -1])
-def test_impossible_port(port: int) -> None:
-    """Not an OverflowError."""
-    with pytest.raises(UsageError, match=f"={port}: a port is a number from 0 to 65535"):
-        HttpPort(None, port, running).start()
-
-
 def test_close_without_start_and_twice() -> None:
     """Ending needs no care."""
     check = HttpPort(None, 0, running)
