@@ -2,9 +2,8 @@
 
 ==========  ===================================================================================
 app.py      the screen: the tree on the left, the chosen thing on the right, and the keys
-pages.py    what these screens show, read by the readers of the commands
-tree.py     job, nodes and ranks as rows, the worst first
-widgets.py  what draws such rows, those that are seen only, and a screen of lines: a log, stacks, …
+pages.py    what it shows, read by the readers of the commands: rows, pages, lines
+widgets.py  what draws the rows, of which only those are drawn that are seen, and the lines
 ==========  ===================================================================================
 
 ``app`` alone is asked for, by the command, and only then is textual imported.

@@ -1,6 +1,7 @@
-"""The pages beside the tree, as lines of text, and the one place that reads for them.
+"""The rows, pages and lines of the screen, and the one place that reads for them.
 
-All methods of :class:`TopReader` but ``now`` may take long, and are called in threads.
+Rows are made for what is open only: of a closed node its ranks are counted. All methods of
+:class:`TopReader` but ``log`` may take long, and are called in threads.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -20,14 +22,13 @@ from rich.text import Text
 from elaunch.errors import ElaunchError
 from elaunch.runs import verdict
 from elaunch.runs.directory import RunDir, run_id_of
-from elaunch.runs.job import JobDocument, JudgedNode, WorkerSeen
-from elaunch.text import block, duration, moment, one_line, size
-from elaunch.top.tree import Key
+from elaunch.runs.job import BAD, JobDocument, JudgedNode, WorkerSeen
+from elaunch.text import block, count, duration, moment, one_line, size
 from elaunch.views import failures
 from elaunch.views.agents import stacks_of
 from elaunch.views.attention import attention
 from elaunch.views.curves import MetricsReader
-from elaunch.views.layout import Cell, Fields, Page, Paragraph, Table, Title, styled
+from elaunch.views.layout import Cell, Fields, Page, Paragraph, Table, Title, fields, styled
 from elaunch.views.logs import Choice
 from elaunch.views.logtail import Line, LogFilter, RunLogs, newer, search
 from elaunch.views.page import run_page
@@ -37,6 +38,55 @@ RECENT: Final = 8
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
 MOST_SPARKS: Final = 80
 LEVELS: Final = {"bad": ("✗", "bold red"), "warn": ("!", "yellow")}
+
+Key = tuple[int, ...]
+"""``()`` the job, ``(node,)`` a node, ``(node, rank)`` a rank."""
+JOB: Key = ()
+
+Lines = Callable[[str], tuple[bool, list[Text]]]
+"""Takes a needle; returns whether the lines replace those before, and the lines."""
+
+
+@dataclass(frozen=True)
+class TreeRow:
+    """One row; ``open`` is None where nothing is below it."""
+
+    key: Key
+    name: str
+    state: str
+    note: str
+    level: int
+    open: bool | None = None
+
+
+def rows(
+    job: JobDocument, found: Sequence[JudgedNode], opened: Collection[Key], needle: str = ""
+) -> list[TreeRow]:
+    """Return what the tree shows; with a ``needle`` the ranks in which it is, and their nodes."""
+    wanted = needle.lower()
+    level = 2 if job.state in BAD else max((node.level for node in found), default=0)
+    first = TreeRow(JOB, one_line(job.run_id), job.state, "", level, JOB in opened)
+    lines = [first]
+    for node in found if JOB in opened or wanted else ():
+        number, name = node.seen.number, f"node {node.seen.number} {one_line(node.seen.host)}"
+        named = wanted in name.lower()
+        ranks = [one for one in node.ranks if named or wanted in _searched(*one[1:])]
+        if wanted and not (named or ranks):
+            continue
+        is_open = (number,) in opened or (bool(wanted) and not named)
+        states = Counter(worker.state for _, _, worker in node.ranks if worker)
+        ended = max(states, key=lambda one: (one in ("FAILED", "GONE"), states[one]), default="")
+        note = count(len(node.ranks), "rank")
+        lines.append(TreeRow((number,), name, ended, note, node.level, is_open))
+        for worst, rank, worker in ranks if is_open else ():
+            step = f"step {worker.step}" if worker and worker.step is not None else ""
+            state = worker.state if worker else ""
+            lines.append(TreeRow((number, rank), f"rank {rank}", state, step, worst))
+    return [replace(first, note="no match")] if wanted and lines == [first] else lines
+
+
+def _searched(rank: int, worker: WorkerSeen | None) -> str:
+    return f"rank {rank} {worker.state if worker else ''}".lower()
 
 
 @dataclass(frozen=True)
@@ -48,7 +98,7 @@ class TopReading:
     page: Page
     attention: list[dict[str, str]]
     pace: str
-    recent: tuple[Line, ...] | str
+    recent: Sequence[Text]
 
 
 def own_node(job: JobDocument) -> int:
@@ -67,13 +117,9 @@ class TopReader:
         self._metrics = MetricsReader(run, environ)
         self._logs: dict[str, RunLogs] = {}
 
-    def read(self, chosen: Key, opened: Collection[Key] | None = None) -> TopReading:
-        """Read how the run stands, and the newest lines of what is chosen.
-
-        The workers of ``opened`` nodes are asked for, of all where it is None.
-        """
-        seen = None if opened is None else {key[0] for key in (*opened, chosen) if key}
-        job = self._reader.read(seen)
+    def read(self, chosen: Key, opened: Collection[Key]) -> TopReading:
+        """Read how the run stands, its workers on ``opened`` nodes, and the chosen one's lines."""
+        job = self._reader.read({key[0] for key in (*opened, chosen) if key})
         page = run_page(job) if job.record else (Paragraph((one_line(job.reason or ""),)),)
         return TopReading(
             job=job,
@@ -84,13 +130,16 @@ class TopReader:
             recent=self.recent(chosen, job),
         )
 
-    def recent(self, chosen: Key, job: JobDocument) -> tuple[Line, ...] | str:
+    def recent(self, chosen: Key, job: JobDocument) -> list[Text]:
         """Return the newest lines of what is chosen, or why there are none."""
         try:
-            logs, wanted = self._wanted(chosen, job, "")
-            return tuple(search(logs, wanted, most=RECENT)[0]["lines"][-RECENT:])
+            found = search(*self._wanted(chosen, job, ""), most=RECENT)[0]["lines"]
         except (ElaunchError, OSError) as error:
-            return str(error)
+            return [Text(one_line(str(error)), style="dim")]
+        lines = [log_line(line) for line in found[-RECENT:]] or [Text("none yet", style="dim")]
+        for text in lines:
+            text.no_wrap, text.overflow = True, "ellipsis"
+        return [Text("last lines", style="dim"), *lines]
 
     def _wanted(self, chosen: Key, job: JobDocument, needle: str) -> tuple[RunLogs, LogFilter]:
         # Without a choice the log of this node: those of others take a question to each agent.
@@ -99,9 +148,23 @@ class TopReader:
         ranks = frozenset(chosen[1:]) or None
         return logs, LogFilter(Choice(ranks=ranks), needle)
 
-    def log(self, chosen: Key, job: JobDocument) -> LogPage:
-        """Return the log of what is chosen, to be followed."""
-        return LogPage(lambda needle: self._wanted(chosen, job, needle))
+    def log(self, chosen: Key, job: JobDocument) -> Lines:
+        """Return what reads the log of what is chosen: for a new needle all, then what comes."""
+        known: str | None = None
+        ends: dict[str, int] = {}
+        held: dict[str, bytes] = {}
+
+        def read(needle: str) -> tuple[bool, list[Text]]:
+            nonlocal known, ends
+            logs, wanted = self._wanted(chosen, job, needle)
+            if needle == known:
+                return False, [log_line(line) for line in newer(logs, wanted, ends, held)]
+            found, ends = search(logs, wanted)
+            known = needle
+            held.clear()
+            return True, [log_line(line) for line in found["lines"]]
+
+        return read
 
     def stacks(self) -> list[Text]:
         """Return where all ranks are now."""
@@ -123,25 +186,6 @@ class TopReader:
         return shown or [Text("The script has reported nothing (ctx.train.report_…).")]
 
 
-class LogPage:
-    """The lines of a log: what is there when a needle is first asked for, then what comes."""
-
-    def __init__(self, wanted: Callable[[str], tuple[RunLogs, LogFilter]]) -> None:
-        self._wanted = wanted
-        self._needle: str | None = None
-        self._ends: dict[str, int] = {}
-        self._held: dict[str, bytes] = {}
-
-    def read(self, needle: str) -> tuple[bool, list[Text]]:
-        """Return whether the lines take the place of those before, and the lines."""
-        logs, chosen = self._wanted(needle)
-        if needle != self._needle:
-            found, self._ends = search(logs, chosen)
-            self._needle, self._held = needle, {}
-            return True, [log_line(line) for line in found["lines"]]
-        return False, [log_line(line) for line in newer(logs, chosen, self._ends, self._held)]
-
-
 def log_line(line: Line) -> Text:
     """Return one line of a log with its rank, stderr in another colour."""
     _, rank, stream, _, text = line
@@ -153,6 +197,16 @@ def log_line(line: Line) -> Text:
 
 def _lines(text: str) -> list[Text]:
     return [Text(line) for line in block(text).expandtabs().split("\n")]
+
+
+def fixed(lines: Callable[[], list[Text]]) -> Lines:
+    """Return what reads lines of which there are few: all of them, each time."""
+
+    def read(needle: str) -> tuple[bool, list[Text]]:
+        wanted = needle.lower()
+        return True, [line for line in lines() if wanted in line.plain.lower()]
+
+    return read
 
 
 def help_lines() -> list[Text]:
@@ -174,18 +228,12 @@ def header(reading: TopReading) -> Text:
 
 def detail(reading: TopReading, chosen: Key, width: int) -> RenderableType:
     """Return what is on the right for the job, a node or a rank."""
-    if len(chosen) == 2:
-        parts = _rank_page(reading, *chosen)
-    elif chosen:
-        parts = _node_page(reading, chosen[0])
-    else:
-        parts = reading.page
+    parts = _chosen_page(reading, chosen) if chosen else reading.page
     first, rest = _halves(parts)
     shown: list[RenderableType] = [styled(first, width)]
-    items = reading.attention or _unanswered(reading.nodes)
     if not chosen or reading.attention:
-        shown += ["", _attention(items, width)]
-    shown += ["", _recent(reading.recent)]
+        shown += ["", _attention(reading, width)]
+    shown += ["", *reading.recent]
     if rest:
         shown += ["", styled(rest, width)]
     return Group(*shown)
@@ -197,64 +245,42 @@ def _halves(parts: Page) -> tuple[Page, Page]:
     return (parts, ()) if len(parts) - at < 2 else (parts[:at], parts[at:])
 
 
-def _unanswered(found: Sequence[JudgedNode]) -> list[dict[str, str]]:
-    """Return the first nodes that do not answer, as what needs attention."""
-    silent = [
-        f"node {one.number} {one.host}: {one.note}" for node in found if (one := node.seen).note
-    ]
-    return [{"level": "warn", "title": title, "detail": ""} for title in silent[:3]]
+def _attention(reading: TopReading, width: int) -> RenderableType:
+    """Return what needs attention: if nothing worse does, the first nodes that do not answer."""
+    silent = [node.seen for node in reading.nodes if node.seen.note][:3]
+    titles = [f"node {one.number} {one.host}: {one.note}" for one in silent]
+    lines = []
+    for item in reading.attention or [{"title": title} for title in titles]:
+        mark, color = LEVELS[item.get("level", "warn")]
+        lines.append(Text().append(f"{mark} ", color).append(one_line(item["title"]), "bold"))
+        told = item.get("detail", "").splitlines()[:4]
+        lines += [Text(f"  {one_line(line)[: 4 * width]}") for line in told]
+    return Text("\n").join(lines) if lines else Text("nothing needs attention", style="green")
 
 
-def _attention(items: list[dict[str, str]], width: int) -> RenderableType:
-    if not items:
-        return Text("nothing needs attention", style="green")
-    text = Text()
-    for at, item in enumerate(items):
-        mark, color = LEVELS.get(item["level"], LEVELS["warn"])
-        text.append("\n" if at else "").append(f"{mark} ", color)
-        text.append(one_line(item["title"]), "bold")
-        for line in item["detail"].splitlines()[:4]:
-            text.append(f"\n  {one_line(line)[: 4 * width]}")
-    return text
-
-
-def _recent(lines: tuple[Line, ...] | str) -> RenderableType:
-    if isinstance(lines, str):
-        return Text(one_line(lines), style="dim")
-    head = Text("last lines", style="dim")
-    shown = [log_line(line) for line in lines] or [Text("none yet", style="dim")]
-    for text in shown:
-        text.no_wrap, text.overflow = True, "ellipsis"
-    return Group(head, *shown)
-
-
-def _node_page(reading: TopReading, number: int) -> Page:
+def _chosen_page(reading: TopReading, chosen: Key) -> Page:
+    number = chosen[0]
     node = next((one for one in reading.nodes if one.seen.number == number), None)
     if node is None:
         return (Paragraph((f"node {number} is not in this round",)),)
-    used = [worker.usage for _, _, worker in node.ranks if worker and worker.usage]
-    facts = [("host", one_line(node.seen.host)), ("ranks", str(len(node.ranks)))]
-    if node.seen.note:
-        facts.append(("", node.seen.note))
-    if any(worker for _, _, worker in node.ranks):
-        facts.append(("cpu", f"{sum(one.tree_cpu_percent for one in used):.0f} % of a core"))
-        facts.append(("memory", size(sum(one.tree_rss for one in used))))
-    return (Title(f"node {number}", Cell(""), ""), Fields(tuple(facts)))
-
-
-def _rank_page(reading: TopReading, number: int, rank: int) -> Page:
-    node = next((one for one in reading.nodes if one.seen.number == number), None)
-    worker = next((one[2] for one in node.ranks if one[1] == rank), None) if node else None
-    note = node.seen.note if node else ""
-    if worker is None:
-        text = f"node {number}: {note or 'it has not been asked yet'}"
-        return (Title(f"rank {rank}", Cell(""), ""), Paragraph((text,)))
-    facts = [(name, one_line(text)) for name, text in _rank_facts(worker) if text]
-    if note:
-        facts.append(("", note))
+    note, known = ("", node.seen.note), {rank: worker for _, rank, worker in node.ranks if worker}
+    if len(chosen) == 1:
+        facts = [("host", node.seen.host), ("ranks", str(len(node.ranks))), note]
+        if known:
+            used = [worker.usage for worker in known.values() if worker.usage]
+            facts.append(("cpu", f"{sum(one.tree_cpu_percent for one in used):.0f} % of a core"))
+            facts.append(("memory", size(sum(one.tree_rss for one in used))))
+        return (Title(f"node {number}", Cell(""), ""), _told(facts))
+    if (worker := known.get(chosen[1])) is None:
+        text = f"node {number}: {node.seen.note or 'it has not been asked yet'}"
+        return (Title(f"rank {chosen[1]}", Cell(""), ""), Paragraph((text,)))
     where = f"node {number}, local rank {worker.record['local_rank']}"
-    title = Title(f"rank {rank}", Cell(worker.state, worker.state), where)
-    return (title, Fields(tuple(facts)))
+    title = Title(f"rank {chosen[1]}", Cell(worker.state, worker.state), where)
+    return (title, _told((*_rank_facts(worker), note)))
+
+
+def _told(facts: Iterable[tuple[str, str]]) -> Fields:
+    return fields(fact for fact in facts if fact[1])
 
 
 def _rank_facts(worker: WorkerSeen) -> Iterator[tuple[str, str]]:

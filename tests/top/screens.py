@@ -9,6 +9,7 @@ from typing import Any
 
 from textual.pilot import Pilot, WaitForScreenTimeout
 
+from elaunch.top.app import TopApp
 from tests.launching import Launcher
 
 SECONDS = 60.0
@@ -45,9 +46,10 @@ async def seen(pilot: Pilot[None], *texts: str) -> None:
 
 
 async def closed(pilot: Pilot[None]) -> None:
-    """Wait until no screen lies over the tree: keys go to it from then on."""
-    until = time.monotonic() + SECONDS
-    while len(pilot.app.screen_stack) > 1 or pilot.app.focused is None:
+    """Wait until nothing is in the place of the tree: keys go to it from then on."""
+    app, until = pilot.app, time.monotonic() + SECONDS
+    assert isinstance(app, TopApp)
+    while app.pager is not None or app.focused is not app.row_list:
         assert time.monotonic() < until, drawn(pilot)
         await settle(pilot, 0.05)
 

@@ -137,8 +137,13 @@ def test_keys_as_in_k9s(run: RunDir, environ: dict[str, str]) -> None:
 
     async def act(pilot: Pilot[None]) -> None:
         await press(pilot, "slash", *"rank 0", "enter")
-        tree = pilot.app.screen_stack[0].query_one(RowList)
+        tree = pilot.app.query_one(RowList)
         assert [row.key for row in tree._rows] == [(), (0,), (0, 0)]
+        await press(pilot, "question_mark")
+        await seen(pilot, "elaunch top RUN --json")
+        await press(pilot, "escape")
+        await closed(pilot)
+        assert [row.key for row in tree._rows] == [(), (0,), (0, 0)]  # it stays meanwhile
         await press(pilot, "escape", "end", "enter")
         await seen(pilot, "log of rank 0", "loss of 0", "line 40 of 0")
         await press(pilot, "slash", *"line 7 ", "enter")

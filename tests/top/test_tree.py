@@ -12,8 +12,7 @@ from rich.console import Console
 from elaunch.runs.directory import RunDir
 from elaunch.runs.job import JobDocument, JudgedNode, NodeSeen, WorkerSeen
 from elaunch.runs.record import new_worker
-from elaunch.top.pages import TopReading, detail
-from elaunch.top.tree import JOB, rows
+from elaunch.top.pages import JOB, TopReading, detail, rows
 from elaunch.views.json import tree
 from tests.views.played_agent import new_record
 

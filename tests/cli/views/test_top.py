@@ -57,7 +57,8 @@ def test_without_a_terminal(play: Play, environ: dict[str, str], tmp_path: Path)
     assert done.returncode == 2 and "top draws on a terminal" in done.stderr
     found = json.loads(_run(environ, *COMMAND, "--json").stdout)
     assert found["dir"] == str(agent.run.path) and found["nodes"][0]["ranks"][0]["rank"] == 0
-    code = "import sys, elaunch.cli.views.top, elaunch.top.tree; sys.exit('textual' in sys.modules)"
+    code = "import sys, elaunch.cli.views.top, elaunch.top.pages; "
+    code += "sys.exit('textual' in sys.modules)"
     assert _run(environ, sys.executable, "-c", code).returncode == 0
 
 
