@@ -142,7 +142,7 @@ class JobDocument(Struct, frozen=True, dict=True):
             date.
         workers: of this node.
         nodes: of the round, by node rank.
-        latest_note: what was passed over in the search for ``latest``, or went wrong.
+        latest_note: what was skipped in the search for ``latest``, or went wrong.
         failures: the failed rounds in short, the newest first, for a screen.
     """
 

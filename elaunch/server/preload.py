@@ -156,7 +156,7 @@ class _Announcer:
         if os.getppid() == self._server_pid:  # not in a process that the worker has forked
             with contextlib.suppress(OSError):  # the script runs as another user
                 os.kill(self._server_pid, self._signum)
-        return PathFinder.find_spec(name, path, target)  # the list's next finder is passed over
+        return PathFinder.find_spec(name, path, target)  # the list's next finder is skipped
 
 
 def preload(

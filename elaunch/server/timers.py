@@ -88,7 +88,7 @@ class Timers:
             self._take(line)
 
     def _take(self, line: bytes) -> None:
-        """Start, replace or release a timer; what is no request is passed over."""
+        """Start, replace or release a timer; what is no request is skipped."""
         try:
             request: Any = json.loads(line)
             pid, scope = int(request["pid"]), str(request["scope_id"])

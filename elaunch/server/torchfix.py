@@ -31,7 +31,7 @@ the end of its process, in which nobody can see that the worker has failed. They
 
 The sixth is for workers that succeed, and leave a process group behind. The interpreter takes the
 modules apart that outlive ``sys.modules``; the dictionary of one that does not is left to the
-collector, which passes over what the server has imported, as that is frozen. So the module that has
+collector, which skips what the server has imported, as that is frozen. So the module that has
 the groups is kept, or their destructors, which do what is still to be done, would never run.
 """
 

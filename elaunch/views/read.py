@@ -341,7 +341,7 @@ def _state(worker: WorkerRecord, running: Collection[int], job: JobDocument) -> 
 
 
 def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | None, str | None]:
-    """Return the newest complete checkpoint, and what was passed over or went wrong.
+    """Return the newest complete checkpoint, and what was skipped or went wrong.
 
     It costs little, however large the checkpoint is: a person waits for the result. Of a URL it is
     the newest that is committed; its files are not fetched for that.
@@ -364,7 +364,7 @@ def _latest_checkpoint(record: Record, now: float) -> tuple[LatestCheckpoint | N
         found, note = search.checkpoint, None
         if search.passed_over:
             newest = search.passed_over[0]
-            note = f"passed over {newest.path.name}: {newest.reason}"
+            note = f"skipped {newest.path.name}: {newest.reason}"
         if found is None:
             return None, note
         age_s = max(0.0, now - Path(found.path).stat().st_mtime)

@@ -180,7 +180,7 @@ def test_another_secret_is_told(elaunch: Launcher, port: int, tmp_path: Path, se
 def test_without_a_secret_nothing_hangs(
     elaunch: Launcher, etcd: Cluster, other: Stranger, tmp_path: Path
 ) -> None:
-    """A plan of the stranger's is followed, here to the end; garbage is passed over.
+    """A plan of the stranger's is followed, here to the end; garbage is skipped.
 
     The coordinator may write its own above it before all have read it. Then an agent waits for the
     one that has ended, for as long as agents may take to come. torchrun: as with its own state.

@@ -88,10 +88,10 @@ def test_a_torn_one_is_passed_over_with_a_line(elaunch: Launcher, saves: Path) -
     assert done.returncode == 0
     for number in range(2):
         assert resumed(done.stdout, number) == (str(saves / "step_20.pt"), "20")
-    passed = [line for line in agent_lines(done.stderr) if line.startswith("passed over")]
+    passed = [line for line in agent_lines(done.stderr) if line.startswith("skipped")]
     assert [line.partition(": ")[0] for line in passed] == [
-        f"passed over {saves}/step_130.pt",
-        f"passed over {saves}/step_120.pt",
+        f"skipped {saves}/step_130.pt",
+        f"skipped {saves}/step_120.pt",
     ]
     assert all(line.partition(": ")[2] for line in passed)
 
@@ -104,7 +104,7 @@ def test_directories_of_dcp(elaunch: Launcher, saves: Path) -> None:
     done = elaunch.run(act(SPAWN, RESUME, flags=[f"--checkpoint-dir={saves}"]))
     assert done.returncode == 0
     assert resumed(done.stdout, 0) == (str(saves / "step_20"), "20")
-    assert f"passed over {saves}/step_120: " in done.stderr
+    assert f"skipped {saves}/step_120: " in done.stderr
 
 
 SAVES_LIKE_A_TRAINER = """
@@ -146,7 +146,7 @@ def test_a_trainers_checkpoint_without_the_last_ranks_random_state(
     flags = [f"--checkpoint-dir={saves}", "--max-restarts=1", "--nproc-per-node=3"]
     done = elaunch.run(["run", *SPAWN, *flags, script, whole, saves])
     assert done.returncode == 0, done.stderr
-    assert f"passed over {saves}/checkpoint-20: missing: rng_state_2.pth" in done.stderr
+    assert f"skipped {saves}/checkpoint-20: missing: rng_state_2.pth" in done.stderr
     assert [done.stdout.count(f"rank={rank} from 10\n") for rank in range(3)] == [1, 1, 1]
     assert state(elaunch)["history"][1]["resumed_step"] == 10
 
@@ -157,7 +157,7 @@ def test_only_what_the_pattern_matches_counts(elaunch: Launcher, saves: Path) ->
         makers.saved(saves / name)
     done = elaunch.run(act(SPAWN, RESUME, flags=flags(saves)))
     assert resumed(done.stdout, 0) == (str(saves / "step_7.pt"), "7")
-    assert "passed over" not in done.stderr
+    assert "skipped" not in done.stderr
 
 
 def test_a_placeholder_in_the_arguments(elaunch: Launcher, saves: Path) -> None:

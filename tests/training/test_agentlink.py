@@ -244,7 +244,7 @@ def test_what_is_no_message_is_given_up(
 
 
 def test_requests_are_answered_whatever_their_order(agent: Agent, link: AgentLink) -> None:
-    """Several threads may ask; what nobody waits for any more is passed over, its files closed."""
+    """Several threads may ask; what nobody waits for any more is skipped, its files closed."""
     link.start()
     agent.accept()
     with pytest.raises(TimeoutError):

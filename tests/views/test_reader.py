@@ -109,7 +109,7 @@ def test_the_newest_checkpoint_is_found_live(play: Play, tmp_path: Path) -> None
     (root / "step_60.pt").write_bytes(b"PK torn")
     view = take(agent.run)
     assert view.latest is not None and view.latest.step == 40
-    assert view.latest_note is not None and "passed over step_60.pt" in view.latest_note
+    assert view.latest_note is not None and "skipped step_60.pt" in view.latest_note
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
    (``staged``), receives those of the others, and lists the checkpoints that it has something of
    (``kept``).
 2. From new to old: each that has something of the checkpoint reads it and lists the files that are
-   whole; what they have together is complete, or the checkpoint is passed over.
+   whole; what they have together is complete, or the checkpoint is skipped.
 3. The nodes of the next round fetch what they lack from those that have it. One that cannot makes
    the next older checkpoint the choice, for all.
 
@@ -127,7 +127,7 @@ class LocalSearch:
             first = found.passed_over[0]
             raise CheckpointError(
                 f"--require-resume is given, and all {len(found.passed_over)} checkpoints were "
-                f"passed over; {first.path}: {first.reason}"
+                f"skipped; {first.path}: {first.reason}"
             )
         if chosen is None:
             return SearchResult(ready=frozenset(targets))

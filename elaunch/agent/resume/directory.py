@@ -265,7 +265,7 @@ class DirectoryFinisher:
         try:
             moved = put_all_aside(root, in_time())
         except (OSError, CheckpointError) as error:
-            log.warning("damaged checkpoints are passed over and left where they are: %s", error)
+            log.warning("damaged checkpoints are skipped and left where they are: %s", error)
             return
         for path in moved[:MOST_LOGGED]:
             log.warning("%s is damaged (%s): put into quarantine", path.name, reasons[path])

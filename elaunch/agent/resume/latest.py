@@ -101,7 +101,7 @@ def count_entries(root: Path) -> int:
 
 
 def _point_to(search: SearchOutcome) -> None:
-    """Have DeepSpeed load what was chosen, where a newer one was passed over."""
+    """Have DeepSpeed load what was chosen, where a newer one was skipped."""
     from elaunch.checkpoint.formats import deepspeed
 
     chosen = search.checkpoint

@@ -147,13 +147,13 @@ class DecisionLog:
     def _tell_passed_over(self, event: events.CheckpointChosen) -> None:
         if event.search.checkpoint is None and event.problem is None:
             self._tell_none(len(event.search.passed_over))
-        lines = [f"passed over {p.path}: {p.reason}" for p in event.search.passed_over]
+        lines = [f"skipped {p.path}: {p.reason}" for p in event.search.passed_over]
         news = [line for line in lines if line not in self._passed_over]
         self._passed_over.update(news)
         for line in news[:PASSED_OVER_SHOWN]:
             log.warning("%s", line)
         if len(news) > PASSED_OVER_SHOWN:
-            log.warning("passed over %d more", len(news) - PASSED_OVER_SHOWN)
+            log.warning("skipped %d more", len(news) - PASSED_OVER_SHOWN)
 
     def _tell_none(self, passed_over: int) -> None:
         """Log that a directory that is not empty holds nothing that can be resumed from."""
@@ -167,7 +167,7 @@ class DecisionLog:
         among = f"{found} {'entry' if found == 1 else 'entries'}"
         line = f"no checkpoint is recognised among {among} of {root}: {fix}"
         if passed_over:
-            line = f"no checkpoint of {root} can be resumed from: {passed_over} were passed over"
+            line = f"no checkpoint of {root} can be resumed from: {passed_over} were skipped"
         log.warning("%s; workers start without one (--require-resume makes this an error)", line)
 
 

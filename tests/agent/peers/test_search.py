@@ -42,7 +42,7 @@ def search(made: list[Peers], posted: list[events.Event] | None = None) -> Searc
 
 
 def reasons(posted: list[events.Event]) -> str:
-    """Return why checkpoints were passed over, in one text."""
+    """Return why checkpoints were skipped, in one text."""
     (event,) = posted
     assert isinstance(event, events.CheckpointChosen)
     return "\n".join(passed.reason for passed in event.search.passed_over)

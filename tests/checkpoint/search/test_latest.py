@@ -1,4 +1,4 @@
-"""The search: newest complete checkpoint, with a reason for each that is passed over."""
+"""The search: newest complete checkpoint, with a reason for each that is skipped."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reasons(search: SearchOutcome) -> dict[str, str]:
-    """Return the names passed over with their reasons, in order."""
+    """Return the names skipped with their reasons, in order."""
     return {over.path.name: over.reason for over in search.passed_over}
 
 
@@ -662,7 +662,7 @@ def test_the_search_needs_no_torch() -> None:
 
 
 def test_a_small_state_in_json(tmp_path: Path) -> None:
-    """The newest that is whole; what was cut off, or is no object, is passed over by name."""
+    """The newest that is whole; what was cut off, or is no object, is skipped by name."""
     makers.write_json(tmp_path / "step_10.json", {"x": 1})
     (tmp_path / "step_20.json").write_text('{"x": 1')
     (tmp_path / "step_30.json").write_text("[]")
