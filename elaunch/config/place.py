@@ -181,8 +181,9 @@ def _static(answers: Answers) -> MeetingPlace:
     where = meeting(answers, "static")
     rank = _static_rank(answers, high)
     notices: tuple[str, ...] = ()
-    if rank == 0 and not _leads_here(where[0][0]):
-        notices = (_foreign_host(answers, where[0][0], high),)
+    host = where[0][0]
+    if rank == 0 and not endpoints.is_this_machine(host) and endpoints.addresses(host):
+        notices = (_foreign_host(answers, host, high),)
     return MeetingPlace("static", where, rank == 0, rank, notices)
 
 
@@ -197,10 +198,6 @@ def _static_rank(answers: Answers, nodes: int) -> int:
         why = why if flag == "node-rank" else f"has rank={rank}, which {why}"
         raise answers.fault(flag, why, f"their ranks go from 0 to {nodes - 1}")
     return rank
-
-
-def _leads_here(host: str) -> bool:
-    return endpoints.is_this_machine(host) or not endpoints.addresses(host)
 
 
 def _foreign_host(answers: Answers, host: str, nodes: int) -> str:

@@ -36,6 +36,7 @@ from elaunch.config.flags.flag import Answers, JobFile, collect
 from elaunch.config.flags.table import ETCD_PASSWORD, ETCD_USER, TABLE
 from elaunch.config.place import Backend, MeetingPlace
 from elaunch.config.rdzvconf import PASSWORD
+from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.text import host_port
 
 OnJoin = Literal["graceful", "now", "never"]
@@ -50,18 +51,6 @@ _PLACE_FLAGS = (
     "rdzv-backend rdzv-endpoint rdzv-id rdzv-conf rdzv-secret-file master-addr master-port nnodes "
     "on-join strict-symmetry".split()
 )
-
-
-@dataclass(frozen=True)
-class EtcdAccess:
-    """Key prefix, user and password if any, TLS if ``cacert`` is set; paths are absolute."""
-
-    prefix: str = "/elaunch"
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    cacert: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class RendezvousSettings:
         connect_timeout: how long the store is tried to be reached at the start.
         secret: what signs the records: of --rdzv-secret-file, or of mpirun; or None, and agents
             of srun may share a key by MUNGE (elaunch.rendezvous.munge).
-        etcd: how to get into etcd; of no meaning for other backends.
+        etcd: how to get into etcd, without the endpoints; of no meaning for other backends.
     """
 
     backend: Backend
@@ -99,7 +88,7 @@ class RendezvousSettings:
     on_join: OnJoin = "graceful"
     strict_symmetry: bool = False
     secret: bytes | None = field(default=None, repr=False)
-    etcd: EtcdAccess = field(default_factory=EtcdAccess)
+    etcd: EtcdCluster = field(default_factory=EtcdCluster)
 
     @property
     def endpoint(self) -> str:
@@ -211,19 +200,14 @@ def _settings(
         on_join=answers["on-join"],
         strict_symmetry=answers["strict-symmetry"],
         secret=_secret(answers, start),
-        etcd=_etcd_access(answers, environ, start) if etcd else EtcdAccess(),
+        etcd=_etcd_access(answers, environ, start) if etcd else EtcdCluster(),
     )
-
-
-def default_heartbeat(most: int) -> float:
-    """Return the ``heartbeat_timeout`` of a job of at most so many nodes."""
-    return RendezvousSettings.heartbeat_timeout * (2 if most > MANY_NODES else 1)
 
 
 def _heartbeat_timeout(answers: Answers, shortest: float) -> float:
     conf = answers[_CONF]
-    found = rdzvconf.seconds(conf, "heartbeat_timeout", default_heartbeat(answers["nnodes"][1]))
-    key = "heartbeat_timeout"
+    key, many = "heartbeat_timeout", answers["nnodes"][1] > MANY_NODES
+    found = rdzvconf.seconds(conf, key, RendezvousSettings.heartbeat_timeout * (1 + many))
     if key not in conf and {"keep_alive_interval", "keep_alive_max_attempt"} & set(conf):
         key = "keep_alive_interval times keep_alive_max_attempt"
         interval = rdzvconf.seconds(conf, "keep_alive_interval", 5.0)
@@ -285,7 +269,7 @@ def _refuse_shown_password(answers: Answers) -> None:
         raise answers.fault(_CONF, why, _SAFER)
 
 
-def _etcd_access(answers: Answers, environ: Mapping[str, str], start: Path) -> EtcdAccess:
+def _etcd_access(answers: Answers, environ: Mapping[str, str], start: Path) -> EtcdCluster:
     """Return how to get into etcd.
 
     Args:
@@ -296,9 +280,8 @@ def _etcd_access(answers: Answers, environ: Mapping[str, str], start: Path) -> E
     Raises:
         UsageError: a file is missing or not what it should be, or settings contradict each other.
     """
-    user, password = _identity(answers, environ, start)
-    cacert, cert, key = _tls(answers, start)
-    return EtcdAccess(_prefix(answers), user, password, cacert, cert, key)
+    identity = _identity(answers, environ, start)
+    return EtcdCluster((), _prefix(answers), *identity, *_tls(answers, start))
 
 
 def _file_of(answers: Answers, flag: str, path: Path, named: str, read: Callable[[Path], _T]) -> _T:
@@ -375,7 +358,7 @@ def _system_authorities(answers: Answers) -> Path:
 
 
 def _prefix(answers: Answers) -> str:
-    raw: str = answers[_CONF].get("etcd_prefix", EtcdAccess.prefix)
+    raw: str = answers[_CONF].get("etcd_prefix", EtcdCluster.prefix)
     word = raw.strip("/")
     if not word or not word.isprintable() or " " in word:
         why = f"has the etcd_prefix {raw!r}, which is no beginning of a key"

@@ -45,16 +45,17 @@ UNREADABLE  nothing that this version or this secret can read
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elaunch import atonce
+from elaunch.agent.peers.messages import ask_nodes
 from elaunch.agent.peers.peers import Peers
 from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.endings import PREEMPTED
@@ -74,7 +75,6 @@ from elaunch.views.watch import pause
 OPEN_TIMEOUT_S: Final = 5.0
 """Seconds to try to connect; an agent may wait for its store, a person does not."""
 DIAL_S: Final = 5.0
-ASKED_AT_ONCE: Final = 32
 FRESH_S: Final = 1.0
 """Seconds for which a reading of the store is new enough to ask a job's agents by."""
 LOOKS: Final = 3
@@ -390,19 +390,8 @@ class JobStore:
         peers.on_plan(plan, "")
         wanted = request.get("nodes")
         asked = [node for node in range(len(plan.nodes)) if wanted is None or node in wanted]
-        found: dict[int, dict[str, Any]] = {
-            node: {"error": "it has not answered in time"} for node in asked
-        }
         until = time.monotonic() + seconds
-
-        def one(node: int) -> None:
-            found[node] = peers.view(node, request, until, DIAL_S)
-
-        calls: list[Callable[[], None]] = [partial(one, node) for node in asked]
-        atonce.within(
-            seconds, lambda: atonce.at_once(calls, ASKED_AT_ONCE, "ask node"), "ask nodes"
-        )
-        return dict(found)
+        return ask_nodes(asked, lambda node: peers.view(node, request, until, DIAL_S), seconds)
 
 
 def read_jobs(rendezvous: RendezvousSettings) -> list[StoreJob]:
@@ -537,7 +526,7 @@ def no_job(rendezvous: RendezvousSettings) -> UsageError:
 
 
 def _etcd_place(rendezvous: RendezvousSettings) -> EtcdCluster:
-    return EtcdCluster(endpoints=rendezvous.endpoints, **vars(rendezvous.etcd))
+    return dataclasses.replace(rendezvous.etcd, endpoints=rendezvous.endpoints)
 
 
 def _host_identity(rendezvous: RendezvousSettings) -> tuple[str, tuple[str, int]]:

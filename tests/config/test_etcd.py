@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.config.flags.table import SECRET_VARIABLES
-from elaunch.config.rendezvous import EtcdAccess
+from elaunch.store.etcd.cluster import EtcdCluster
 from tests.config.resolving import Job
 from tests.config.test_files import CERTIFICATE, KEY
 
@@ -26,7 +26,7 @@ def files(job: Job) -> Job:
     return job
 
 
-def access(job: Job, conf: str = "", **environ: str) -> EtcdAccess:
+def access(job: Job, conf: str = "", **environ: str) -> EtcdCluster:
     """Return how a command line gets into etcd."""
     words = [*LINE.split(), *(["--rdzv-conf", conf] if conf else []), "train.py"]
     found = job.of(words, environ).rendezvous
@@ -41,7 +41,7 @@ def problem(job: Job, conf: str, **environ: str) -> str:
 
 def test_nothing_is_given(job: Job) -> None:
     """No TLS, no user, and a prefix of elaunch's own."""
-    assert access(job) == EtcdAccess("/elaunch", None, None, None, None, None)
+    assert access(job) == EtcdCluster()
 
 
 @pytest.mark.parametrize("text", ["/team/x", "team/x", "/team/x/"])

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreDenied, StoreUnreachable, UsageError
 from elaunch.rendezvous.plan import Plan
 from elaunch.rendezvous.records import RecordError, encode, encode_plan
+from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.views.json import store_job
 from elaunch.views.store import JobStore, StoreJob, look, read_jobs, run_ids
 from elaunch.views.watch import changes, watch
@@ -193,7 +194,7 @@ def test_an_etcd_has_many_jobs(etcd: Meetings) -> None:
 
 
 def test_another_prefix_of_an_etcd_has_other_jobs(etcd: Meetings) -> None:
-    elsewhere = replace(etcd.settings, etcd=EtcdAccess(prefix="/elsewhere"))
+    elsewhere = replace(etcd.settings, etcd=EtcdCluster(prefix="/elsewhere"))
     with PlayedJob(etcd, "train-1"):
         assert run_ids(elsewhere) == ()
 

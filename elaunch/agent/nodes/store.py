@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent.workers.network import listen_for_nodes
@@ -260,12 +261,9 @@ class StoreOpener:
 
     def _open_etcd(self, seconds: float) -> Store:
         from elaunch.store.etcd import client as etcd
-        from elaunch.store.etcd.cluster import EtcdCluster
 
         settings = self._rendezvous
-        cluster = EtcdCluster(
-            endpoints=settings.endpoints, agents=self._agents, **vars(settings.etcd)
-        )
+        cluster = replace(settings.etcd, endpoints=settings.endpoints, agents=self._agents)
         store = etcd.connect(cluster, self._run_id, deadline=seconds, history=self._history)
         self._settle_key(lambda key: key.agree(store), store)
         return store

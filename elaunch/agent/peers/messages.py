@@ -56,12 +56,15 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
+from elaunch import atonce
 from elaunch.errors import SaveError
 from elaunch.hosts import keep_alive
 
 CHUNK: Final = 4 * 2**20
+ASKED_AT_ONCE: Final = 32
 LONGEST_LINE: Final = 64 * 2**20
 BUSY_EVERY: Final = 1.0
 """Seconds between two ``busy`` lines."""
@@ -287,6 +290,24 @@ class PeerConnection:
             return Undelivered(f"{self.who} does not answer for {self.patience:g} s")
         why = error.strerror or str(error)
         return Undelivered(f"{self.who} is gone: {why}", True)
+
+
+def ask_nodes(
+    nodes: Iterable[int], ask: Callable[[int], dict[str, Any]], seconds: float
+) -> dict[int, dict[str, Any]]:
+    """Return what ``ask`` returns of each node, all at once; ``error`` of one that is late."""
+    found: dict[int, dict[str, Any]]
+    found = {node: {"error": "it was not asked in time"} for node in nodes}
+    until = time.monotonic() + seconds
+
+    def one(node: int) -> None:
+        if time.monotonic() < until:
+            found[node] = {"error": "it does not answer"}
+            found[node] = ask(node)
+
+    calls = [partial(one, node) for node in found]
+    atonce.within(seconds, lambda: atonce.at_once(calls, ASKED_AT_ONCE, "ask node"), "ask nodes")
+    return dict(found)
 
 
 def _chunks(pieces: Iterable[memoryview | bytes]) -> Iterator[memoryview]:

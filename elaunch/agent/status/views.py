@@ -39,10 +39,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from elaunch import atonce, env, proc
+from elaunch import env, proc
 from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.living import RoundWorkers
-from elaunch.agent.peers.messages import PeerConnection
+from elaunch.agent.peers.messages import PeerConnection, ask_nodes
 from elaunch.agent.policy.events import StacksTaken
 from elaunch.checkpoint.storage.files import parse_json, read_limited
 from elaunch.errors import CheckpointError
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from elaunch.runs.record import Record
 
 MOST: Final = 8
-AT_ONCE: Final = 32
 SEND_S: Final = 5.0
 MOST_REPORT: Final = 4 << 20
 """Bytes of a failure report that one agent sends; most have some ten KB."""
@@ -196,24 +195,15 @@ class NodeViews:
         if of == "profile" and begun is not None:
             wanted = [begun.node_of(request["rank"])]
         nodes = [node for node in range(count) if wanted is None or node in wanted]
-        found: dict[str, object] = {
-            str(node): {"error": "it was not asked in time"} for node in nodes
-        }
-        patience = _patience(request)
-        until = time.monotonic() + patience
+        until = time.monotonic() + _patience(request)
 
-        def ask(node: int) -> None:
-            if time.monotonic() >= until:
-                return
-            found[str(node)] = {"error": "it does not answer"}
-            mine = node == own
-            found[str(node)] = self._own(request) if mine else self._ask(node, request, until)
+        def ask(node: int) -> dict[str, Any]:
+            return self._own(request) if node == own else self._ask(node, request, until)
 
-        calls: list[Callable[[], None]] = [partial(ask, node) for node in nodes]
-        atonce.within(patience, lambda: atonce.at_once(calls, AT_ONCE, "view node"), "view nodes")
-        return {"nodes": dict(found)}
+        found = ask_nodes(nodes, ask, _patience(request))
+        return {"nodes": {str(node): answer for node, answer in found.items()}}
 
-    def _ask(self, node: int, request: Mapping[str, Any], until: float) -> Mapping[str, object]:
+    def _ask(self, node: int, request: Mapping[str, Any], until: float) -> dict[str, Any]:
         """Return what a node answers; one that is frozen leaves time for those that come after."""
         if self._peers is None:
             return {"error": "its agent is not known"}

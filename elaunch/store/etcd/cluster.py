@@ -25,7 +25,7 @@ class EtcdCluster:
     is how many seconds one member has for one answer, ``agents`` how many the job has at most.
     """
 
-    endpoints: tuple[tuple[str, int], ...]
+    endpoints: tuple[tuple[str, int], ...] = ()
     prefix: str = "/elaunch"
     user: str | None = None
     password: str | None = field(default=None, repr=False)

@@ -15,10 +15,11 @@ import pytest
 
 from elaunch.agent.nodes import connect
 from elaunch.agent.nodes.store import StoreOpener
-from elaunch.config.rendezvous import EtcdAccess, RendezvousSettings
+from elaunch.config.rendezvous import RendezvousSettings
 from elaunch.errors import StoreDenied
 from elaunch.rendezvous import munge
 from elaunch.rendezvous.munge import MungeKey
+from elaunch.store.etcd.cluster import EtcdCluster
 from elaunch.store.protocol import Store
 from elaunch.store.tcp.connection import IDENTITY
 from tests import launching, munged
@@ -142,7 +143,7 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "0"}
         (SRUN, {}, True),
         (SRUN, {"secret": b"given"}, False),
         (SRUN, {"backend": "etcd"}, True),
-        (SRUN, {"backend": "etcd", "etcd": EtcdAccess(user="u", password="p")}, False),
+        (SRUN, {"backend": "etcd", "etcd": EtcdCluster(user="u", password="p")}, False),
         ({name: SRUN[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")}, {}, False),
         (SRUN | MPIRUN, {}, False),
         (MPIRUN, {}, False),

@@ -22,6 +22,7 @@ from elaunch import env
 from elaunch.agent.hangs import stacks
 from elaunch.agent.hangs.living import Living
 from elaunch.agent.hangs.stackdump import StackGroup
+from elaunch.agent.peers import messages
 from elaunch.agent.peers.peers import Peers
 from elaunch.agent.policy.events import StacksTaken
 from elaunch.agent.policy.turn import Round
@@ -188,7 +189,7 @@ def test_frozen_nodes_leave_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose handshake the kernel begins and no agent ends; what was not asked says so."""
-    monkeypatch.setattr(views, "AT_ONCE", 1)
+    monkeypatch.setattr(messages, "ASKED_AT_ONCE", 1)
     monkeypatch.setitem(views._PATIENCE, "workers", 3.0)
     for number in (0, 3, 5):
         monkeypatch.setitem(RECORDS, number, {"round": 0, "workers": []})
