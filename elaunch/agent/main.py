@@ -125,11 +125,8 @@ class _Run:
         saver = AgentSaver(SaverSetup(settings, context.post, DirectoryFinisher(settings)))
         links, sampler = self._start_links(lines, group, saver)
         ledger = open_ledger(settings, context.run_dir, links, sampler=sampler, record=record)
-        record.follow(
-            *(sampler.record, saver.record, links.name),
-            timing=ledger.record,
-            lateness=sampler.lateness,
-        )
+        record.progress, record.saves, record.name = sampler.record, saver.record, links.name
+        record.timing, record.lateness = ledger.record, sampler.lateness
         record.awaited = sampler.awaited
         views = NodeViews(
             *(sampler.workers, sampler.read_stacks, context.log_root, record.snapshot),
@@ -166,7 +163,15 @@ class _Run:
         context, listener = self._context, lines.listener if lines else None
         pump = LogPump(plan_of_run(context.settings, context.log_root, context.environ, listener))
         pump.start()
-        self._stack.callback(lambda: pump.close(_console_patience(context.record)))
+
+        def close() -> None:
+            """Wait for a console that takes nothing: a pager, Ctrl-S.
+
+            A user who stopped the job does not wait; the log files are complete either way.
+            """
+            pump.close(2.0 if context.record.snapshot()["state"] == "STOPPED" else 30.0)
+
+        self._stack.callback(close)
         return pump
 
     def _start_group(self, pump: LogPump) -> WorkerGroup:
@@ -266,11 +271,3 @@ def _alone(
     coordinator = Standalone(rules, post, search, clock=time.monotonic)
     first = NodeStatus("", "", 0, 0, settings.role)  # the host needs no name
     return StatusPublisher(coordinator, first, show=show, post=post), coordinator
-
-
-def _console_patience(record: StatusRecord) -> float:
-    """Return how long to wait at the end for a console that takes nothing (a pager, Ctrl-S).
-
-    A user who stopped the job does not wait for it; the log files are complete either way.
-    """
-    return 2.0 if record.snapshot()["state"] == "STOPPED" else 30.0

@@ -87,7 +87,7 @@ _force = click.option("--force", is_flag=True, help="Do it in spite of that.")
 @_where
 @_json
 @_opened
-def ls(there: Listing, _: str, as_json: bool) -> int | None:
+def ls(there: Listing, _: str, as_json: bool) -> None:
     """List checkpoints, the oldest first.
 
     Those in quarantine are shown with the reason. Files are not read: `verify` does that.
@@ -100,7 +100,6 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
         _print_json(document(there))
     else:
         print_page(list_page(there, time.time()))
-    return None
 
 
 @checkpoints.command("show")
@@ -108,7 +107,7 @@ def ls(there: Listing, _: str, as_json: bool) -> int | None:
 @click.argument("name", required=False)
 @_json
 @_opened
-def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int | None:
+def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> None:
     """Show one checkpoint: its run and hosts, metadata, metrics and files."""
     from elaunch.views.checkpoints import entry_document, show_page
     from elaunch.views.checkpointtarget import pick
@@ -119,7 +118,6 @@ def show(there: Listing, pointed: str, name: str | None, as_json: bool) -> int |
         _print_json({**entry_document(entry), "files": files})
     else:
         print_page(show_page(entry, files, time.time()))
-    return None
 
 
 @checkpoints.command("verify")
@@ -158,7 +156,7 @@ def verify(there: Listing, pointed: str, names: tuple[str, ...], as_json: bool) 
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_force
 @_opened
-def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | None:
+def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> None:
     """Remove checkpoints in elaunch's own layout.
 
     Without --force, the newest, pinned ones, and those that a living run has resumed from or reads
@@ -179,7 +177,6 @@ def rm(there: Listing, _: str, names: tuple[str, ...], force: bool) -> int | Non
         if entry.pinned:
             shelves.unpin(there.place, entry.name)
         click.echo(f"removed {entry.name}")
-    return None
 
 
 def _check_removal(there: Listing, entry: ListedCheckpoint, force: bool) -> None:
@@ -211,20 +208,18 @@ def _check_removal(there: Listing, entry: ListedCheckpoint, force: bool) -> None
 @_where
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_opened
-def pin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
+def pin(there: Listing, _: str, names: tuple[str, ...]) -> None:
     """Protect checkpoints from retention (--checkpoint-keep-…) until they are unpinned."""
     _set_pins(there, names, True)
-    return None
 
 
 @checkpoints.command("unpin")
 @_where
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_opened
-def unpin(there: Listing, _: str, names: tuple[str, ...]) -> int | None:
+def unpin(there: Listing, _: str, names: tuple[str, ...]) -> None:
     """Let retention remove checkpoints again."""
     _set_pins(there, names, False)
-    return None
 
 
 def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
@@ -248,9 +243,7 @@ def _set_pins(there: Listing, names: tuple[str, ...], on: bool) -> None:
 @_force
 @click.option("--trust", is_flag=True, help="Allow a checkpoint that runs code when it is read.")
 @_opened
-def export(
-    there: Listing, _: str, name: str, file: Path, *, force: bool, trust: bool
-) -> int | None:
+def export(there: Listing, _: str, name: str, file: Path, *, force: bool, trust: bool) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint to one FILE of torch.save.
 
     --force replaces an existing FILE; of a link, the file that it leads to. This needs torch, and
@@ -271,7 +264,6 @@ def export(
     elif entry.candidate is not None:
         to_torch_file(entry.candidate.path, target, trusted=trust)
     click.echo(f"wrote {entry.name} to {file}")
-    return None
 
 
 def _target(file: Path, force: bool) -> Path:

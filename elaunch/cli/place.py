@@ -62,15 +62,20 @@ def jobs(line: Mapping[str, str]) -> tuple[RendezvousSettings, Sequence[str]]:
     from elaunch.config.rendezvous import resolve_place, resolve_run_id
     from elaunch.views.store import no_job, run_ids
 
-    try:
-        cwd = Path.cwd()
-    except FileNotFoundError:
-        raise UsageError("the working directory was deleted; go to one that is there") from None
-    rendezvous, run_id = resolve_place(line, os.environ, cwd), resolve_run_id(line, os.environ)
+    rendezvous = resolve_place(line, os.environ, working_directory())
+    run_id = resolve_run_id(line, os.environ)
     ids = run_ids(rendezvous) if run_id is None else (run_id,)
     if not ids:
         raise no_job(rendezvous)
     return rendezvous, ids
+
+
+def working_directory() -> Path:
+    """Return where relative paths start; UsageError where it is gone."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory was deleted; go to one that is there") from None
 
 
 def agents(line: Mapping[str, str], stack: ExitStack) -> JobStore:

@@ -18,15 +18,15 @@ import argparse
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import click
 from msgspec import Struct
 
+from elaunch.cli.place import working_directory
 from elaunch.config.flags.flag import Flag, Given, convert
 from elaunch.config.flags.table import FLAGS, GROUPS, TABLE, USUAL
-from elaunch.errors import ElaunchError, UsageError
+from elaunch.errors import ElaunchError
 from elaunch.extras import completion
 
 LINE_FLAGS = (*FLAGS, completion.FLAG)
@@ -223,10 +223,7 @@ def _start(line: Line) -> int:
     """Resolve the settings, print the notices, and call the agent or the dry run."""
     from elaunch.config import resolve
 
-    try:
-        cwd = Path.cwd()
-    except FileNotFoundError:
-        raise UsageError("the working directory was deleted; go to one that is there") from None
+    cwd = working_directory()
     try:
         settings = resolve(line.flags, line.command, os.environ, cwd)
     except ElaunchError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -20,6 +20,7 @@ DAY_S: Final = 86_400
 LONGEST_WAIT_S: Final = 24 * DAY_S
 """The longest that poll() can wait."""
 
+Command = Callable[..., Any]
 Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
 
 
@@ -91,15 +92,14 @@ def _asked(run: str, request: dict[str, object], verb: str) -> None:
     click.echo(f"{directory.unique_name(found, os.environ)}: {done}")
 
 
+def _reason(default: str) -> Callable[[Command], Command]:
+    text = "Reason that the script, the log and the record show."
+    return click.option("--reason", default=default, show_default=True, metavar="TEXT", help=text)
+
+
 @click.command("preempt")
 @click.argument("run", metavar="RUN")
-@click.option(
-    "--reason",
-    default="elaunch preempt",
-    show_default=True,
-    metavar="TEXT",
-    help="Reason that the script, the log and the record show.",
-)
+@_reason("elaunch preempt")
 @click.option(
     "--deadline",
     callback=up_to(MOST_SECONDS),
@@ -123,13 +123,7 @@ def preempt(run: str, reason: str, deadline: float | None) -> None:
 
 @click.command("restart")
 @click.argument("run", metavar="RUN")
-@click.option(
-    "--reason",
-    default="elaunch restart",
-    show_default=True,
-    metavar="TEXT",
-    help="Reason that the script, the log and the record show.",
-)
+@_reason("elaunch restart")
 def restart(run: str, reason: str) -> None:
     """Restart RUN on all its nodes from the newest checkpoint.
 

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from elaunch import hosts
 from elaunch.config import values
@@ -93,9 +94,10 @@ def host(raw: str) -> str:
     if text.count(":") == 1 and text.rpartition(":")[2].isdigit():
         raise ValueError("has a port in it, where only a host is expected")
     if re.fullmatch(r"[\d.]+", text):
-        if not _is_ipv4(text):
-            raise ValueError(f"has no valid host: {text!r} is not an IPv4 address")
-    elif len(text) > 253 or not _NAME.fullmatch(text):
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.IPv4Address(text))
+        raise ValueError(f"has no valid host: {text!r} is not an IPv4 address")
+    if len(text) > 253 or not _NAME.fullmatch(text):
         raise ValueError("has no valid host: a name, an IPv4 address or [IPv6]")
     return text
 
@@ -110,19 +112,9 @@ def port(raw: str) -> int:
 def is_ipv6(text: str) -> bool:
     """Whether a text is an IPv6 address, perhaps with its scope (``fe80::1%eth0``)."""
     address, percent, scope = text.partition("%")
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    return bool(scope) == bool(percent)
-
-
-def _is_ipv4(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).version == 6 and bool(scope) == bool(percent)
+    return False
 
 
 def _refuse_url(text: str) -> None:
@@ -277,7 +269,7 @@ def _holder(port: int) -> str:
     pid = _holder_pid(port)
     if pid is None:
         return " by a process that this user cannot see"
-    name = shortened(one_line(_name(pid)), 60)  # its arguments may hold a secret
+    name = shortened(one_line(_process(pid).get("name") or ""), 60)  # arguments may be secrets
     return f" by process {pid} ({name})" if name else f" by process {pid}"
 
 
@@ -288,7 +280,7 @@ def may_be_agent(port: int) -> bool:
     has started (elaunch.torchrun.agentprocess).
     """
     pid = _holder_pid(port)
-    words = [] if pid is None else _command(pid)
+    words = [] if pid is None else _process(pid).get("cmdline") or ()
     return not words or any("elaunch" in os.path.basename(os.path.realpath(w)) for w in words)
 
 
@@ -306,21 +298,12 @@ def _holder_pid(port: int) -> int | None:
     return None
 
 
-def _name(pid: int) -> str:
+def _process(pid: int) -> dict[str, Any]:
+    """Return name and command line of a process, as far as they are seen."""
     import psutil
 
     try:
-        name: str = psutil.Process(pid).name()
+        seen: dict[str, Any] = psutil.Process(pid).as_dict(["name", "cmdline"])
     except psutil.Error:
-        return ""
-    return name
-
-
-def _command(pid: int) -> list[str]:
-    import psutil
-
-    try:
-        words: list[str] = psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return []
-    return words
+        return {}
+    return seen

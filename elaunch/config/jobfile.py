@@ -36,15 +36,15 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import yaml
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from elaunch.config import files, values
 from elaunch.config.flags.flag import Entrypoint, Flag, Given, JobFile
 from elaunch.config.flags.table import FLAGS, GROUPS, TABLE
 from elaunch.errors import UsageError
-
-if TYPE_CHECKING:
-    from yaml import MappingNode, Node, ScalarNode
 
 OF_THE_LINE = ("file", "dry-run", "detach")
 KEYS = {
@@ -122,8 +122,6 @@ class _TextReader:
         self.notices: list[str] = []
 
     def read(self, text: str) -> JobFile:
-        import yaml
-
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as exc:
@@ -166,16 +164,12 @@ class _TextReader:
             yield (folded if folded in SECTIONS else key), value
 
     def _mapping(self, node: Node, name: str) -> MappingNode:
-        import yaml
-
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, MappingNode):
             raise self._wrong(node, f"{name} must be a mapping of 'key: value' lines")
         return node
 
     def _scalar(self, node: Node, name: str) -> str:
-        import yaml
-
-        if not isinstance(node, yaml.ScalarNode):
+        if not isinstance(node, ScalarNode):
             raise self._wrong(node, f"{name} must be one value, not {_kind(node)}")
         if node.tag == "tag:yaml.org,2002:null":
             raise self._wrong(node, f"{name} has no value; leave the line out for the default")
@@ -190,21 +184,17 @@ class _TextReader:
 
     def _text(self, flag: Flag, node: Node) -> str:
         """Return the text that would follow the flag on the command line."""
-        import yaml
-
         name, kind = flag.name, flag.kind
-        if isinstance(node, yaml.SequenceNode) and kind.comma:
+        if isinstance(node, SequenceNode) and kind.comma:
             items = [self._scalar(each, f"an item of {name}") for each in node.value]
             return ",".join(item.replace(",", kind.comma) for item in items)
-        if isinstance(node, yaml.MappingNode) and kind.pairs:
+        if isinstance(node, MappingNode) and kind.pairs:
             found = self._pairs(node, name, None)
             return ",".join(f"{key}{kind.pairs}{self._scalar(each, key)}" for key, each in found)
         return self._scalar(node, name)
 
     def _read_entrypoint(self, node: Node) -> None:
-        import yaml
-
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, SequenceNode):
             words = [self._scalar(each, "an item of entrypoint") for each in node.value]
         else:
             try:
@@ -219,19 +209,15 @@ class _TextReader:
         self.entrypoint = Entrypoint(tuple(words), self._where(node))
 
     def _read_environment(self, node: Node) -> None:
-        import yaml
-
         for key, value in self._pairs(node, "environment", None):
-            if key == "environment_variables" and not isinstance(value, yaml.ScalarNode):
+            if key == "environment_variables" and not isinstance(value, ScalarNode):
                 self._read_variables(value)
             else:
                 self._set_variable(key, value, self._scalar(value, f"the variable {key}"))
 
     def _read_variables(self, node: Node) -> None:
         """Read Determined's list of ``NAME=value``, or a mapping."""
-        import yaml
-
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, MappingNode):
             for key, each in self._pairs(node, "environment_variables", None):
                 self._set_variable(key, each, self._scalar(each, f"the variable {key}"))
             return
@@ -281,9 +267,7 @@ class _TextReader:
 
 
 def _kind(node: Node) -> str:
-    import yaml
-
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+    return "a list" if isinstance(node, SequenceNode) else "a mapping"
 
 
 def hparams_to_json(root: Node, where: Callable[[Node], str]) -> str:
@@ -311,29 +295,25 @@ class _NodeReader:
 
     def value(self, node: Node, name: str, depth: int) -> Any:
         """Return what ``node`` stands for; messages call it ``name``."""
-        import yaml
-
         self._count += 1
         if depth > HPARAMS_DEPTH or self._count > HPARAMS_VALUES:
             limit = (
                 f"{HPARAMS_DEPTH} levels" if depth > HPARAMS_DEPTH else f"{HPARAMS_VALUES:,} values"
             )
             raise self._wrong(node, f"{name} has more than {limit}")
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, SequenceNode):
             return [
                 self.value(each, f"{name}[{i}]", depth + 1) for i, each in enumerate(node.value)
             ]
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, MappingNode):
             return self._mapping(node, name, depth)
-        assert isinstance(node, yaml.ScalarNode)  # there are no other kinds
+        assert isinstance(node, ScalarNode)  # there are no other kinds
         return self._scalar(node)
 
     def _mapping(self, node: Any, name: str, depth: int) -> Any:
-        import yaml
-
         found: dict[str, Any] = {}
         for key, each in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, ScalarNode):
                 raise self._wrong(key, f"a key of {name} must be one value")
             if key.value in found:
                 raise self._wrong(key, f"the key {key.value!r} is there twice in {name}")
@@ -349,8 +329,6 @@ class _NodeReader:
         return found
 
     def _scalar(self, node: ScalarNode) -> Any:
-        import yaml
-
         if node.style is None and _FLOAT.fullmatch(node.value):
             return float(node.value)  # to PyYAML 1e-4 is text
         if node.tag not in _PLAIN:

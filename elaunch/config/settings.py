@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from elaunch.checkpoint.records import Checkpoint, Keep
-from elaunch.config import checkpoint, checks, command, files, jobfile, rdzvconf, values
+from elaunch.config import checkpoint, checks, command, files, rdzvconf, values
 from elaunch.config.command import Command, Mode
 from elaunch.config.flags.flag import Answers, JobFile, collect, from_variables
 from elaunch.config.flags.table import TABLE
@@ -188,6 +188,8 @@ def job_file(line: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> 
         return JobFile()
     if why := values.unfit(shown):
         raise UsageError(f"--file: {shown!r} {why}")
+    from elaunch.config import jobfile  # PyYAML is for those who have one
+
     try:
         return jobfile.load(files.absolute(shown, cwd), shown)
     except UsageError as error:

@@ -259,14 +259,6 @@ def nproc(raw: str) -> str:
     return str(number)
 
 
-def backend(raw: str) -> str:
-    """Return the name of a rendezvous backend; which of them can be used is decided later."""
-    names = ("static", "c10d", "etcd", "etcd-v2")
-    if raw in names or fold(raw) in names:
-        return fold(raw)
-    raise ValueError(f"is not known{did_you_mean(raw, names)}")
-
-
 def streams(raw: str) -> StreamMap:
     """Return the streams of ``0|1|2|3`` or of ``local_rank:streams,local_rank:streams``."""
     if re.fullmatch(r"[0-3]", raw.strip()):

@@ -234,15 +234,15 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
     if os.sep in run and _has_record(run):
         return RunDir(Path(run).absolute())
     runs = records(environ)
-    ids = list(dict.fromkeys(_run_id(*one) for one in runs))
+    ids = list(dict.fromkeys(run_id_of(*one) for one in runs))
     fitting = [run_id for run_id in ids if run and run_id.startswith(run)]
     for same in (
-        [one for one in runs if _run_id(*one) == run],
-        [one for one in runs if run in (one[0].path.name, _handle(*one))],
-        [one for one in runs if fitting == [_run_id(*one)]],
+        [one for one in runs if run_id_of(*one) == run],
+        [one for one in runs if run in (one[0].path.name, handle(*one))],
+        [one for one in runs if fitting == [run_id_of(*one)]],
     ):
         if same:
-            live = [one for one in same if _is_live(*one)]
+            live = [one for one in same if is_live(*one)]
             here = (one for one in live if one[1] and condition(one[1]["agent"]) != "elsewhere")
             return next(here, (live or same)[0])[0]
     raise UsageError(_no_such_run(run, ids, fitting, environ), code="E-NO-RUN")
@@ -250,7 +250,7 @@ def find(run: str, environ: Mapping[str, str]) -> RunDir:
 
 def runs_of(run_id: str, environ: Mapping[str, str]) -> list[RunDir]:
     """Return the runs that have this id, the newest first."""
-    return [run for run, record in records(environ) if _run_id(run, record) == run_id]
+    return [run for run, record in records(environ) if run_id_of(run, record) == run_id]
 
 
 def named(run: str | None, environ: Mapping[str, str]) -> RunDir:
@@ -313,9 +313,16 @@ def _has_record(directory: str) -> bool:
         raise UsageError(f"RUN {directory!r} cannot be looked at: {error.strerror}") from None
 
 
-def handle(run: RunDir) -> str:
-    """Return the run's name, unique among runs of the same id: ``<run id>.<number>``."""
-    return _handle(run, _read(run))
+def handle(run: RunDir, record: Record | None = None) -> str:
+    """Return the run's name, unique among runs of the same id: ``<run id>.<number>``.
+
+    Its ``record`` is read if it is not given, here and in what follows.
+    """
+    record, name = record or _read(run), run.path.name
+    first = re.search(r"\.\d+$", name) is None
+    if record is not None:
+        first = name == file_name(record["run_id"])
+    return f"{name}.1" if first else name
 
 
 def unique_name(run: RunDir, environ: Mapping[str, str]) -> str:
@@ -324,29 +331,15 @@ def unique_name(run: RunDir, environ: Mapping[str, str]) -> str:
     return run_id if len(runs_of(run_id, environ)) < 2 else handle(run)
 
 
-def _handle(run: RunDir, record: Record | None) -> str:
-    name = run.path.name
-    first = re.search(r"\.\d+$", name) is None
-    if record is not None:
-        first = name == file_name(record["run_id"])
-    return f"{name}.1" if first else name
-
-
-def run_id_of(run: RunDir) -> str:
+def run_id_of(run: RunDir, record: Record | None = None) -> str:
     """Return the id in the run's record; the directory's name where there is none."""
-    return _run_id(run, _read(run))
-
-
-def _run_id(run: RunDir, record: Record | None) -> str:
+    record = record or _read(run)
     return run.path.name if record is None else record["run_id"]
 
 
-def is_live(run: RunDir) -> bool:
+def is_live(run: RunDir, record: Record | None = None) -> bool:
     """Tell whether the run's agent lives, or may live where that cannot be seen."""
-    return _is_live(run, _read(run))
-
-
-def _is_live(run: RunDir, record: Record | None) -> bool:
+    record = record or _read(run)
     if record is None:
         return _idle_s(run) < UNREADABLE_KEEP_S
     match condition(record["agent"]):
@@ -389,8 +382,12 @@ def prune(
         empty_trash(root)
     runs = records(environ)
     sizes = {run: disk_bytes(run.path) for run, _ in runs}
-    ended = [(run, record) for run, record in runs if not _is_live(run, record)]
-    refused = [run for run, record in ended if record and _is_refused(record)]
+    ended = [(run, record) for run, record in runs if not is_live(run, record)]
+    refused = [  # the command line was wrong: no round has begun
+        run
+        for run, record in ended
+        if record and (record["exit_code"], record["world_size"]) == (UsageError.exit_code, None)
+    ]
     completed = [run for run, record in ended if record and record["state"] == "COMPLETED"]
     others = [run for run, _ in ended if run not in (*refused, *completed)]
     total = sum(sizes.values())
@@ -405,11 +402,6 @@ def prune(
     return deleted
 
 
-def _is_refused(record: Record) -> bool:
-    """Tell whether the command line was wrong: no round has begun."""
-    return record["exit_code"] == UsageError.exit_code and record["world_size"] is None
-
-
 def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:
     for root in roots(environ):
         for path in subdirectories(root):
@@ -419,8 +411,12 @@ def _kept(environ: Mapping[str, str]) -> Iterator[RunDir]:
 
 def _newest_first(runs: Iterable[RunDir]) -> list[tuple[RunDir, Record | None]]:
     """Return runs with their records, each of which is read once."""
-    read = [(run, _read(run)) for run in runs]
-    return sorted(read, key=lambda one: _started_at(*one), reverse=True)
+
+    def began(one: tuple[RunDir, Record | None]) -> float:
+        run, record = one
+        return time.time() - _idle_s(run) if record is None else record["started_at"]
+
+    return sorted(((run, _read(run)) for run in runs), key=began, reverse=True)
 
 
 def _read(run: RunDir) -> Record | None:
@@ -428,10 +424,6 @@ def _read(run: RunDir) -> Record | None:
         return run.read_state()
     except RunDirError:
         return None
-
-
-def _started_at(run: RunDir, record: Record | None) -> float:
-    return time.time() - _idle_s(run) if record is None else record["started_at"]
 
 
 def _idle_s(run: RunDir) -> float:

@@ -27,6 +27,8 @@ _LISTED: Final = (
     *("name", "round", "restarts", "world_size", "started_at", "ended_at", "entrypoint"),
     "exit_code",
 )
+_OF_STORE: Final = ("run_id", "place", "state", "phase", "reason", "version")
+_OF_NODE: Final = ("name", "host", "addr", "slots", "role", "state")
 
 
 def _seen(job: JobDocument) -> dict[str, Any]:
@@ -107,14 +109,8 @@ def screen(job: JobDocument) -> dict[str, Any]:
         "worker_fields": WORKER_FIELDS,
         "workers": [[one.get(name) for name in WORKER_FIELDS] for one in rows],
         "grid": [
-            {
-                "node": node.number,
-                "host": node.host,
-                "first": node.first,
-                "slots": node.slots,
-                "here": node.here,
-                "note": node.note,
-            }
+            {"node": node.number}
+            | {name: getattr(node, name) for name in ("host", "first", "slots", "here", "note")}
             for node in job.nodes
         ],
         "failures": job.failures,
@@ -161,12 +157,7 @@ def store_job(job: StoreJob) -> dict[str, Any]:
     same = ("cause", "job", "round", "world_size", "notice", "exit_code", "coordinator")
     return {
         "schema": JOB_SCHEMA,
-        "run_id": job.run_id,
-        "place": job.place,
-        "state": job.state,
-        "phase": job.phase,
-        "reason": job.reason,
-        "version": job.version,
+        **{name: getattr(job, name) for name in _OF_STORE},
         **{name: getattr(plan, name, None) for name in (*same, "master_addr", "master_port")},
         "restarts": job.restarts,
         "checkpoint": structs.asdict(plan.checkpoint) if plan and plan.checkpoint else None,
@@ -184,12 +175,7 @@ def store_job(job: StoreJob) -> dict[str, Any]:
 def _node(node: StoreNode) -> dict[str, Any]:
     record = node.record
     return {
-        "name": node.name,
-        "host": node.host,
-        "addr": node.addr,
-        "slots": node.slots,
-        "role": node.role,
-        "state": node.state,
+        **{name: getattr(node, name) for name in _OF_NODE},
         "node_rank": node.rank,
         "first_rank": node.ranks[0] if node.ranks else None,
         "last_rank": node.ranks[1] if node.ranks else None,

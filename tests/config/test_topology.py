@@ -204,6 +204,6 @@ def test_which_process_on_the_port_may_be_an_agent(
     link = tmp_path / "torchrun"
     link.symlink_to("/usr/bin/elaunch-torchrun")
     shown = [str(link) if word == "LINK" else word for word in words]
-    monkeypatch.setattr(endpoints, "_command", lambda pid: shown)
+    monkeypatch.setattr(endpoints, "_process", lambda pid: {"cmdline": shown})
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert endpoints.may_be_agent(listening.getsockname()[1]) is is_agent

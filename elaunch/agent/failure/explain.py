@@ -110,13 +110,12 @@ _ENDS: Final = (
     ),
 )
 
-START: Final = (
+_START: Final = (
     Cause(
         "E-VALUE",
         "A value does not fit its flag.",
         "The message names the value, where it came from (a variable, a line of the job file; else "
         "it is the command line) and what is allowed.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-NO-SCRIPT",
@@ -124,47 +123,40 @@ START: Final = (
         "execute it.",
         "A path is relative to the directory in which elaunch was started, or to --workdir; "
         "--module takes a module's name, --no-python a program that is no Python script.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-JOB-FILE",
         "The job file cannot be read, is not YAML, or has a key or a value that means nothing.",
         "The message names the line; docs/job-file.md has the keys, and `elaunch run --dry-run -f "
         "FILE` checks a file without starting anything.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-CHECKPOINT-DIR",
         "The directory of --checkpoint-dir cannot be used: it cannot be made or written, is no "
         "directory, does not answer, or belongs to another job.",
         "Give a directory that every node can write to, and each job its own; docs/checkpoints.md.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-LOG-DIR",
         "The directory of --log-dir cannot be made or written.",
         "Give another, or leave it out: the logs are then in the run directory.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-NO-ENDPOINT",
         "The job has several nodes, and nothing says where they meet.",
         "Give --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, where HOST is "
         "one of them; docs/rendezvous.md has the other ways.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-NODE-RANK",
         "The rank of this node among the nodes is missing, or is none of this job's.",
         "Give each node its own --node-rank, from 0 to the number of nodes less one; with "
         "--rdzv-backend c10d or etcd none is needed.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-DEVICES",
         "The devices that --nproc-per-node counts cannot be counted here, or there are none.",
         "See nvidia-smi and CUDA_VISIBLE_DEVICES, or give the number of workers.",
-        seen=_REFUSED,
     ),
     Cause(
         "E-NO-RUN",
@@ -189,6 +181,7 @@ START: Final = (
         seen="exit code 69 of `elaunch run`",
     ),
 )
+START: Final = tuple(replace(cause, seen=cause.seen or _REFUSED) for cause in _START)
 
 _JOB: Final = (
     Cause(

@@ -78,7 +78,14 @@ def shown_code(code: int, settings: Settings) -> int:
 
 
 class StatusRecord:
-    """Writes one run's record; the agent's loop is its only caller, but for :meth:`snapshot`."""
+    """Writes one run's record; the agent's loop is its only caller, but for :meth:`snapshot`.
+
+    Attributes:
+        progress, saves, timing, lateness, awaited: return what others know of the run now; any
+            thread may ask. ``lateness`` may ask the workers if it is given True.
+        name: what the script calls the run; a name of the command line or the job file stays.
+        pages: the address of the dashboard, or "".
+    """
 
     def __init__(
         self, settings: Settings, run_dir: RunDir, log_dir: str | None, warn: Callable[[str], None]
@@ -93,31 +100,13 @@ class StatusRecord:
         self._record = _first_record(settings, run_dir, log_dir)
         self._published = json.dumps(self._record)
         self._nodes: Sequence[Node] = ()
-        self._progress: Callable[[], ProgressRecord | None] = lambda: None
-        self._saves: Callable[[], SavesRecord | None] = lambda: None
-        self._name: Callable[[], str] = lambda: ""
+        self.progress: Callable[[], ProgressRecord | None] = lambda: None
+        self.saves: Callable[[], SavesRecord | None] = lambda: None
+        self.name: Callable[[], str] = lambda: ""
         self.pages: Callable[[], str] = lambda: ""
         self.awaited: Callable[[], AwaitedRecord | None] = lambda: None
-        self._timing: Callable[[], TimingRecord | None] = lambda: None
-        self._lateness: Callable[[bool], LatenessRecord | None] = lambda _: None
-
-    def follow(
-        self,
-        progress: Callable[[], ProgressRecord | None],
-        saves: Callable[[], SavesRecord | None] = lambda: None,
-        name: Callable[[], str] = lambda: "",
-        timing: Callable[[], TimingRecord | None] = lambda: None,
-        lateness: Callable[[bool], LatenessRecord | None] = lambda _: None,
-    ) -> None:
-        """Have the record say how far the workers are, what they save, what they call the run.
-
-        And where the time went, and which comes last; ``lateness`` may ask them if it is given
-        True. Any thread may ask. A name of the command line or the job file stays.
-        """
-        self._progress, self._saves, self._timing = progress, saves, timing
-        self._lateness = lateness
-        if not self._settings.name_given:
-            self._name = name
+        self.timing: Callable[[], TimingRecord | None] = lambda: None
+        self.lateness: Callable[[bool], LatenessRecord | None] = lambda _: None
 
     def snapshot(self, ask: bool = False) -> dict[str, Any]:
         """Return the record as it was last written, with the progress of now; for other threads.
@@ -141,11 +130,11 @@ class StatusRecord:
     def _measured(self, ask: bool, *, timing: bool = True) -> dict[str, Any]:
         """Return the fields whose values others know, as far as they know them now."""
         found = {
-            "progress": self._progress(),
-            "lateness": self._lateness(ask),
-            "saves": self._saves(),
-            "timing": self._timing() if timing else None,
-            "name": self._name() or None,
+            "progress": self.progress(),
+            "lateness": self.lateness(ask),
+            "saves": self.saves(),
+            "timing": self.timing() if timing else None,
+            "name": None if self._settings.name_given else self.name() or None,
         }
         return {name: value for name, value in found.items() if value is not None}
 

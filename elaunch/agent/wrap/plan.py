@@ -178,11 +178,6 @@ def _alone(environ: Mapping[str, str], job: str) -> tuple[str, int]:
     return environ.get("MASTER_ADDR") or LOOPBACK, port
 
 
-def _is_hosted(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher around this one hosts the store that MASTER_PORT names."""
-    return bool(environ.get("ELAUNCH_RUN_ID")) or environ.get(env.AGENT_STORE) == "True"
-
-
 def _check_port(addr: str, port: int, given: bool) -> None:
     problem = endpoints.why_not_free(addr, port)
     if problem is None:
@@ -231,7 +226,9 @@ def _store(
         own["MASTER_PORT"] = str(request.master_port)
     job = launchers.job_name(names, environ)
     addr, port = meeting_point(names, numbers, own) or _alone(own, job)
-    if numbers.rank == 0 and not _is_hosted(environ):
+    # The launcher around this one may host the store that MASTER_PORT names.
+    is_hosted = environ.get("ELAUNCH_RUN_ID") or environ.get(env.AGENT_STORE) == "True"
+    if numbers.rank == 0 and not is_hosted:
         _check_port(addr, port, given="MASTER_PORT" in own)
     return addr, port
 

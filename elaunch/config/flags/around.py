@@ -166,7 +166,10 @@ MEETING = (
     switch(name="standalone", help="Run on one node by itself, whatever the rendezvous flags say."),
     Flag(
         "rdzv-backend",
-        replace(one_of("static", "c10d", "etcd"), read=values.backend),
+        replace(
+            one_of("static", "c10d", "etcd"),
+            read=values.choice(("static", "c10d", "etcd", "etcd-v2")),
+        ),
         "static",
         "Where nodes meet: a TCPStore of node 0 (static) or of the node at the endpoint (c10d), or "
         "an etcd.",
