@@ -7,7 +7,6 @@ key                       written by   what
 ========================  ===========  =========================================================
 ``<scope>/<n>/kind``      the first    the call's name and remark, and who calls it: who calls
                                        something else has the call fail
-``<scope>/<n>/came``      each         its rank, 4 bytes, appended: who is missing is not in it
 ``<scope>/<n>/given``     each         what all are to get, appended
 ``<scope>/<n>/first``     one rank     what all are to get of this one
 ``<scope>/<n>/problems``  some         why they give nothing, appended
@@ -15,11 +14,13 @@ key                       written by   what
                                        above that, the sum of checksums of what they call
 ``<scope>/<n>/done``      the last     what it has composed; or by whoever knows it first, why the
                                        call has failed
-``doing/<rank>``          each         its last call: scope, number and name
+``doing/<rank>``          each         its last call: scope, number and name; who is missing from a
+                                       call does another one
 ========================  ===========  =========================================================
 
 The threads of should_preempt() do so, too (elaunch.training.preempt.agreement), in scopes of one
-call each. There a rank may come twice, after its connection broke: the last one looks who came.
+call each, and write no ``doing/<rank>``. There a rank may come twice, after its connection broke:
+the last one looks who has given something.
 
 So who waits for a call has three exchanges with the store, and what is not asked for is not read.
 The last of call n forgets the keys of call n - 1: all have read them.
@@ -37,7 +38,7 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -67,7 +68,7 @@ _CAME: Final = 20
 """Bits of the counter for the ranks that have come; as many for those with problems."""
 _LOW: Final = (1 << _CAME) - 1
 _SUMS: Final = (1 << 23) - 1
-_KEYS: Final = ("kind", "came", "given", "first", "problems", "count", "done")
+_KEYS: Final = ("kind", "given", "first", "problems", "count", "done")
 
 
 class Call(NamedTuple):
@@ -83,6 +84,15 @@ class Call(NamedTuple):
     def key(self, part: str) -> str:
         """Return the key of a part of it."""
         return f"{self.scope}/{self.number}/{part}"
+
+
+def read_call(raw: bytes) -> Call | None:
+    """Return the call that ``doing/<rank>`` names; number 0: none, and there will be none."""
+    try:
+        scope, number, name = json.loads(raw)
+        return Call(str(scope), int(number), str(name))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 class Value(NamedTuple):
@@ -233,9 +243,12 @@ class StoreCalls:
         gift: Gift,
         compose: Callable[[dict[int, Value]], dict[str, Any]] | None = None,
     ) -> bool:
-        """Come to a call, maybe not for the first time; return whether all have. Does not wait."""
+        """Come to a call, maybe not for the first time; return whether all have. Does not wait.
+
+        Each gives something: by that it is seen who has come.
+        """
         _, count = self.connection.exchange(self._coming(call, gift), self._by())
-        if count & _LOW < size or len(self.came(call)) < size:
+        if count & _LOW < size or len(self.given(call)) < size:
             return False
         self._complete(call, count, (), 0.0, compose)
         return True
@@ -255,11 +268,12 @@ class StoreCalls:
         """Return what is said of a complete call."""
         return self._fields(call, self.connection.get(call.key("done"), self._by()))
 
-    def came(self, call: Call) -> set[int]:
-        """Return the ranks that have come to a call."""
-        content = self.connection.get(call.key("came"), self._by())
-        whole = content[: len(content) // _RANK.size * _RANK.size]
-        return {rank for (rank,) in _RANK.iter_unpack(whole)}
+    def away(self, call: Call, ranks: Iterable[int]) -> dict[int, Call | None]:
+        """Return those of ``ranks`` that are not in a call, with what each has called last."""
+        asked = list(ranks)
+        doing = self.connection.multi_get([f"doing/{rank}" for rank in asked], self._by())
+        last = zip(asked, map(read_call, doing), strict=True)
+        return {rank: one for rank, one in last if one is None or one[:2] != call[:2]}
 
     def fail(self, call: Call, verdict: Verdict) -> Verdict | None:
         """Have a call fail; return why it has, by the first that knew it; None: it is complete."""
@@ -276,10 +290,7 @@ class StoreCalls:
     def _coming(self, call: Call, gift: Gift) -> list[Request]:
         stated = json.dumps([call.name, self._rank, self._who, gift.remark]).encode()
         kind = call.key("kind")
-        requests = [
-            put_first(kind, self.signature.of(kind, stated)),
-            append(call.key("came"), _RANK.pack(self._rank)),
-        ]
+        requests = [put_first(kind, self.signature.of(kind, stated))]
         if self._who:
             requests.append(put(f"doing/{self._rank}", json.dumps(call).encode()))
         number = 1 + (_sum(call, gift) << 2 * _CAME)

@@ -61,6 +61,7 @@ from elaunch.training.agreement import (
     StoreCalls,
     Value,
     Verdict,
+    read_call,
 )
 from elaunch.training.launch import Placement
 from elaunch.training.members import (
@@ -333,12 +334,12 @@ class RankCalls:
         """Return the text about the ranks that have opened no context, and which they are."""
         assert self._agreement is not None
         size, rank, number = self._placement.size, self._placement.rank, self._store.context_number
-        came = self._agreement.came(MEET)
-        missing = tuple(one for one in range(size) if one not in came)
+        missing = tuple(self._agreement.away(MEET, range(size)))
         if not missing:
             return "all ranks have come, but the last one has not placed them", ()
-        self._look_up(sorted(came))
-        here = ", ".join(self._name(one) for one in sorted(came))
+        came = [one for one in range(size) if one not in missing]
+        self._look_up(came)
+        here = ", ".join(map(self._name, came))
         text = f"{named_ranks(missing)} of {size} did not open a context in time"
         if number > 1:
             text += f" (number {number} of rank {rank} in this round)"
@@ -433,25 +434,19 @@ class RankCalls:
     def _look(self, call: Call, ranks: Sequence[int]) -> None:
         """Have the call fail for a rank of this machine that cannot come to it any more."""
         assert self._agreement is not None and self._me is not None
-        came = self._agreement.came(call)
-        near = [rank for rank in self._near if rank in ranks and rank not in came]
-        self._look_up(near)
-        for rank in near:
+        away = self._agreement.away(call, (rank for rank in self._near if rank in ranks))
+        self._look_up(list(away))
+        for rank, last in away.items():
             record = self._known.get(rank)
             if record is not None and record.state(self._me) == "gone":
-                raw = self._agreement.connection.get(f"doing/{rank}", _soon())
-                last = _call(raw)
                 text = f"{call}: {record} has ended"
                 text += f"; it was last heard of in {_called(last)}" if last else ""
                 self._fail_here(call, Verdict("lost", text, (rank,)))
-        until = _soon()
-        doing = self._agreement.connection.multi_get([f"doing/{rank}" for rank in near], until)
-        for rank, raw in zip(near, doing, strict=True):
-            other = _call(raw)
-            if other is not None and other.number > self._calls.get(other.scope, sys.maxsize):
+        for rank, last in away.items():
+            if last is not None and last.number > self._calls.get(last.scope, sys.maxsize):
                 text = (
                     f"{call}: the ranks call different things: {self._me} calls {call}, "
-                    f"{self._name(rank)} calls {other}"
+                    f"{self._name(rank)} calls {last}"
                 )
                 self._fail_here(call, Verdict("other", text))
 
@@ -467,8 +462,7 @@ class RankCalls:
         assert self._agreement is not None
         connection = self._agreement.connection
         try:
-            came = self._agreement.came(call)
-            missing = [rank for rank in ranks if rank not in came]
+            missing = list(self._agreement.away(call, ranks))
             lacks = "; ".join(self._described(connection, missing, _soon()))
             text = f"{call}: not all ranks came within {timeout:g} s: {lacks}"
             if not missing:
@@ -582,7 +576,7 @@ class RankCalls:
             except PlacementError:
                 texts.append(f"rank {rank} does not answer")
                 continue
-            call, state = _call(doing), record.state(self._me) if self._me else ""
+            call, state = read_call(doing), record.state(self._me) if self._me else ""
             if state == "gone" or (call is not None and not call.number):
                 texts.append(f"{record} has ended, or has closed its context")
             elif state in ("T", "t"):
@@ -640,15 +634,6 @@ class RankCalls:
 
 def _soon() -> float:
     return time.monotonic() + TELL_S
-
-
-def _call(raw: bytes) -> Call | None:
-    """Return the call that ``doing/<rank>`` names; number 0: none, and there will be none."""
-    try:
-        scope, number, name = json.loads(raw)
-        return Call(str(scope), int(number), str(name))
-    except (ValueError, TypeError, RecursionError):
-        return None
 
 
 def _called(call: Call | None) -> str:

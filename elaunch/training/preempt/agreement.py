@@ -314,7 +314,7 @@ class PreemptBoard:
     def arrive(self) -> bool:
         """Publish that this rank has come to the call, or never will; return whether all have."""
         size = self._distributed.size
-        return self._run(lambda calls: calls.arrive(STAGES["in"], size, Gift()))
+        return self._run(lambda calls: calls.arrive(STAGES["in"], size, Gift(given=b"")))
 
     def complete(self, stage: Stage, until: float) -> bool:
         """Wait until all ranks have come to ``stage``, at the longest until ``until``."""
@@ -333,7 +333,7 @@ class PreemptBoard:
 
     def absent(self, stage: Stage) -> list[int]:
         """Return the ranks that have not come to ``stage``."""
-        came = self._run(lambda calls: calls.came(STAGES[stage]))
+        came = self._run(lambda calls: calls.given(STAGES[stage]))
         return [rank for rank in range(self._distributed.size) if rank not in came]
 
     def _run(self, work: Callable[[StoreCalls], Found]) -> Found:
