@@ -70,7 +70,6 @@ class PreemptContext:
         self._notice: Notice | None = None
         self._asked = False
         self._returned_true = False
-        self._acknowledged = False
         self._closed = False
         self._pid = 0
         self._give_up_at: float | None = None
@@ -108,19 +107,16 @@ class PreemptContext:
         until = self._ended_at
         return None if until is None else max(0.0, until - time.monotonic())
 
-    def should_preempt(self, auto_ack: bool = True, timeout: float | None = None) -> bool:
+    def should_preempt(self, timeout: float | None = None) -> bool:
         """Return whether the script should save and end now: True on all ranks at the same call.
 
         All ranks must call it, equally often: in the loop and outside of any ``if rank == 0``.
         It may be asked in every step: while nothing is pending it costs less than a microsecond
         and no network. It blocks only once something is: until the ranks agree on the call, which
         takes milliseconds, and in that call until all ranks have come to it. After the first True
-        it is always True.
+        it is always True, and exit code 0 means "preempted, to be continued".
 
         Args:
-            auto_ack: report to the agent that the script ends because of this, so that exit code 0
-                means "preempted, to be continued". With False the script does that itself, by
-                :meth:`acknowledge_preemption_signal`.
             timeout: seconds that it may wait for the other ranks; None: those of elaunch.init(). It
                 waits no longer than a few seconds less than the agent's grace, so that the error
                 comes before the agent ends the ranks.
@@ -136,25 +132,7 @@ class PreemptContext:
             self._beat()
             return False
         seconds = self._distributed.timeout if timeout is None else timeout
-        return self._ask(self._calls, auto_ack, seconds)
-
-    def acknowledge_preemption_signal(self) -> None:
-        """Report to the agent that the script ends because should_preempt() returned True.
-
-        Any rank that ends for it calls it, without the others; it blocks on nothing. Needed only
-        after ``should_preempt(auto_ack=False)``.
-
-        Raises:
-            ContextError: should_preempt() has not returned True on this rank.
-        """
-        if not self._returned_true:
-            raise ContextError(
-                "acknowledge_preemption_signal() was called, but should_preempt() has not returned "
-                "True on this rank: there is nothing to acknowledge"
-            )
-        self._acknowledged = True
-        if self._link is not None:
-            self._link.ack(self.reason, self.kind)
+        return self._ask(self._calls, seconds)
 
     def request(self, reason: str) -> None:
         """Ask the whole job to end, as ``elaunch preempt`` does.
@@ -216,7 +194,7 @@ class PreemptContext:
 
     # In the script's thread:
 
-    def _ask(self, call: int, auto_ack: bool, timeout: float) -> bool:
+    def _ask(self, call: int, timeout: float) -> bool:
         self._refuse_if_closed()
         self._beat()
         if os.getpid() != self._pid:
@@ -225,8 +203,8 @@ class PreemptContext:
             return False
         if not self._returned_true:
             self._returned_true = self._settle(call, timeout)
-        if self._returned_true and auto_ack and not self._acknowledged:
-            self.acknowledge_preemption_signal()
+            if self._returned_true and self._link is not None:
+                self._link.ack(self.reason, self.kind)
         return self._returned_true
 
     def _is_pending_at_first(self) -> bool:

@@ -92,11 +92,9 @@ def test_every_call_is_a_heartbeat(store: int, scope: str) -> None:
 
 
 def test_nobody_wants_anything(store: int, scope: str) -> None:
-    """No reason, nothing to acknowledge."""
+    """No reason; a job that ends would be resumed."""
     with ranks(2, store, scope) as (rank, _):
         assert (rank.preempt.reason, rank.preempt.kind) == ("", "stop")
-        with pytest.raises(ContextError, match="nothing to acknowledge"):
-            rank.preempt.acknowledge_preemption_signal()
 
 
 # All ranks return True at the same call.
@@ -607,14 +605,12 @@ def test_the_agents_notice_is_taken_and_acknowledged(agent: Agent) -> None:
     assert agent.hear() == {"op": "detach"}
 
 
-def test_the_script_may_acknowledge_later(agent: Agent) -> None:
-    """With auto_ack=False nothing is said before it does."""
+def test_the_agent_hears_what_the_script_asks_for(agent: Agent) -> None:
+    """What another rank or the script itself asks for is news to the agent."""
     rank = linked(agent, 0, 1, 0, "job")
     agent.accept()
     rank.preempt.request("enough")
-    assert rank.preempt.should_preempt(auto_ack=False) is True
-    rank.preempt.acknowledge_preemption_signal()
-    # What another rank or the script itself asks for is news to the agent.
+    assert rank.preempt.should_preempt() is True
     heard = [agent.hear() for _ in range(3)]
     assert sorted(line["op"] for line in heard) == ["ack", "knows", "listens"]
     assert {line.get("reason") for line in heard} == {None, "enough"}
