@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SECTION: Final = "checkpoint"
 """The section of this rank in ``elaunch status`` during every call."""
-LOADS: Final = frozenset({"load", "latest", "get_metadata"})
+LOADS: Final = frozenset({"load", "latest", "get_metadata", "restore_path"})
 """Calls of ctx.checkpoint whose time counts as loading; that of the others counts as saving."""
 
 

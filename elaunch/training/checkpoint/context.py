@@ -166,6 +166,7 @@ class CheckpointContext(Renamed):
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
+    @_in_section
     @contextlib.contextmanager
     def restore_path(
         self, which: Which | None = None, *, timeout: float | None = None

@@ -66,6 +66,8 @@ def test_what_names_nothing(ranks: Ranks, tmp_path: Path) -> None:
         saved(checkpoint, {"x": 2}, 2)
         with pytest.raises(ContextError, match=r"^load\(uuid=…\): write which=$"):
             checkpoint.load({"x": 0}, uuid=place)  # type: ignore[call-arg]
+        with pytest.raises(ContextError, match=r"^restore_path\(uuid=…\): write which=$"):
+            checkpoint.restore_path(uuid=place)  # type: ignore[call-arg]
         for wrong in (5, "", b"step"):
             with pytest.raises(ContextError, match="names no checkpoint: give a name, a uuid"):
                 checkpoint.get_metadata(wrong)  # type: ignore[arg-type]
