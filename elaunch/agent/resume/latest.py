@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from elaunch.agent.patience import logged_wait
 from elaunch.agent.policy import events
 from elaunch.agent.resume.directory import DirectoryFinisher
-from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
+from elaunch.checkpoint.records import Checkpoint, Committed, SearchOutcome
 from elaunch.config import Settings
 from elaunch.errors import CheckpointError, ElaunchError, UsageError
 from elaunch.rendezvous.decide import view
@@ -121,10 +121,10 @@ def _point_to(search: SearchOutcome) -> None:
 def _search(
     root: Path | str, glob: str | None, run_id: str | None, finisher: DirectoryFinisher
 ) -> SearchOutcome:
-    if isinstance(root, Path):
-        from elaunch.checkpoint.search.latest import find_latest  # not for jobs without any
+    from elaunch.checkpoint.search.latest import find_latest, newest_in  # not for jobs without any
 
-        doubted = finisher.doubted(root)
+    doubted = finisher.doubted(root)
+    if isinstance(root, Path):
         search = find_latest(root, glob=glob, run_id=run_id, doubted=doubted)
         if doubted is not None and search.checkpoint is not None:
             doubted.discard(Path(search.checkpoint.path).name)
@@ -132,22 +132,24 @@ def _search(
     from elaunch.checkpoint.formats.own import FORMAT
     from elaunch.checkpoint.storage.storage import open_storage
 
-    storage, passed = open_storage(root), []
-    doubted = finisher.doubted(root)
-    for found in storage.newest_first():
+    storage = open_storage(root)
+
+    def verify(found: Committed) -> None:
         name = Path(found.place).name
         try:
             storage.verify(found, run_id, content=doubted is None or name in doubted)
-        except (CheckpointError, OSError) as error:
-            passed.append(PassedOver(Path(found.name), str(error)))
-            if isinstance(error, CheckpointError) and run_id in (None, found.run_id):
+        except CheckpointError as error:
+            if run_id in (None, found.run_id):
                 storage.quarantine(found, str(error))
-        else:
-            if doubted is not None:
-                doubted.discard(name)
-            newest = Checkpoint(found.place, found.step, FORMAT, found.round)
-            return SearchOutcome(newest, tuple(passed))
-    return SearchOutcome(None, tuple(passed))
+            raise
+        if doubted is not None:
+            doubted.discard(name)
+
+    newest, passed = newest_in(storage.newest_first(), verify)
+    if newest is None:
+        return SearchOutcome(None, tuple(passed))
+    chosen = Checkpoint(newest.place, newest.step, FORMAT, newest.round)
+    return SearchOutcome(chosen, tuple(passed))
 
 
 def for_all_nodes(

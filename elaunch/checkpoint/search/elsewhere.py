@@ -14,15 +14,22 @@ a URL                                       one of elaunch's own layout, or the 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import dcp, deepspeed, huggingface, lightning, own
 from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
-from elaunch.checkpoint.records import Checkpoint, Committed, Location, SearchOutcome
+from elaunch.checkpoint.records import (
+    Checkpoint,
+    Committed,
+    Location,
+    PassedOver,
+    SearchOutcome,
+)
 from elaunch.checkpoint.search import latest
-from elaunch.checkpoint.search.latest import find_latest
+from elaunch.checkpoint.search.latest import find_latest, newest_in
 from elaunch.checkpoint.search.locations import without_slash
 from elaunch.checkpoint.storage.files import explain, open_regular, read_json, whole_number
 from elaunch.checkpoint.storage.storage import open_storage
@@ -58,8 +65,7 @@ def find_at(place: Location, content: bool = True) -> Checkpoint:
         raise CheckpointError(f"{place}: {explain(error, place)}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from None
-    reasons = [f"{one.path.name}: {one.reason}" for one in search.passed_over[:_MOST]]
-    raise CheckpointError(f"{place} holds no complete checkpoint{_listed(reasons)}")
+    raise CheckpointError(f"{place} holds no complete checkpoint{_listed(search.passed_over)}")
 
 
 def committed_at(found: Checkpoint) -> tuple[Location | None, Committed]:
@@ -83,7 +89,8 @@ def parent_of(place: Location) -> tuple[Location, str]:
     return above, name
 
 
-def _listed(reasons: list[str]) -> str:
+def _listed(passed_over: Sequence[PassedOver]) -> str:
+    reasons = [f"{one.path.name}: {one.reason}" for one in passed_over[:_MOST]]
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
@@ -139,12 +146,7 @@ def _at_url(url: str, content: bool) -> Checkpoint:
         listed = [storage.find(parsed[2])] if parsed else storage.listed()
     except OSError as error:
         raise CheckpointError(f"{url}: {error}") from None
-    reasons = []
-    for found in reversed(listed):
-        try:
-            storage.verify(found, content=content)
-        except (CheckpointError, OSError) as error:
-            reasons.append(f"{found.name}: {error}")
-        else:
-            return Checkpoint(found.place, found.step, own.FORMAT, found.round)
-    raise CheckpointError(f"{url} holds no complete checkpoint{_listed(reasons[:_MOST])}")
+    found, passed = newest_in(reversed(listed), lambda one: storage.verify(one, content=content))
+    if found is None:
+        raise CheckpointError(f"{url} holds no complete checkpoint{_listed(passed)}")
+    return Checkpoint(found.place, found.step, own.FORMAT, found.round)

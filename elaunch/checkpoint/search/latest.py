@@ -37,9 +37,10 @@ format           a directory of it has                            a round is giv
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from elaunch.checkpoint import layout
 from elaunch.checkpoint.formats import (
@@ -52,7 +53,7 @@ from elaunch.checkpoint.formats import (
     own,
 )
 from elaunch.checkpoint.formats.archives import check_safetensors, check_zip
-from elaunch.checkpoint.records import Checkpoint, PassedOver, SearchOutcome
+from elaunch.checkpoint.records import Checkpoint, Committed, PassedOver, SearchOutcome
 from elaunch.checkpoint.search import locations
 from elaunch.checkpoint.search.locations import Match
 from elaunch.checkpoint.storage.files import (
@@ -63,6 +64,9 @@ from elaunch.checkpoint.storage.files import (
     step_in_name,
 )
 from elaunch.errors import CheckpointError
+
+One = TypeVar("One")
+Whole = TypeVar("Whole")
 
 TORCH_SAVE = "torch.save"
 SAFETENSORS = "safetensors"
@@ -272,22 +276,58 @@ def find_latest(
         elif found is not None:
             passed_over.append(found)
     candidates.sort(key=lambda candidate: candidate.age, reverse=True)
-    for candidate in candidates:
+
+    def verified(candidate: Candidate) -> tuple[Checkpoint, Path | None] | None:
         path = candidate.path
+        read = doubted is None or path.name in doubted
+        format_ = verify_candidate(candidate, run_id, content, read)
+        if format_ is None:
+            return None
+        load = deepspeed.to_load(path) if format_ == deepspeed.FORMAT else path
+        checkpoint = Checkpoint(load, candidate.step, format_, candidate.round)
+        return checkpoint, None if load == path else path
+
+    first, reasons = first_whole(candidates, lambda candidate: candidate.path, verified)
+    checkpoint, picked = first or (None, None)
+    return SearchOutcome(checkpoint, (*passed_over, *reasons), picked)
+
+
+def first_whole(
+    candidates: Iterable[One],
+    path_of: Callable[[One], Path],
+    verify: Callable[[One], Whole | None],
+) -> tuple[Whole | None, list[PassedOver]]:
+    """Return what ``verify`` makes of the first whole candidate, and what was passed over.
+
+    Every choice of the newest checkpoint is made here, by candidates from new to old. ``verify``
+    raises CheckpointError or OSError, and returns None for what is no checkpoint.
+    """
+    passed_over: list[PassedOver] = []
+    for candidate in candidates:
+        path = path_of(candidate)
         try:
-            read = doubted is None or path.name in doubted
-            format_ = verify_candidate(candidate, run_id, content, read)
+            found = verify(candidate)
         except CheckpointError as error:
             passed_over.append(PassedOver(path, str(error), damaged=True))
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
             passed_over.append(PassedOver(path, explain(error, path), damaged=gone))
         else:
-            if format_ is not None:
-                load = deepspeed.to_load(path) if format_ == deepspeed.FORMAT else path
-                checkpoint = Checkpoint(load, candidate.step, format_, candidate.round)
-                return SearchOutcome(checkpoint, tuple(passed_over), None if load == path else path)
-    return SearchOutcome(None, tuple(passed_over))
+            if found is not None:
+                return found, passed_over
+    return None, passed_over
+
+
+def newest_in(
+    committed: Iterable[Committed], verify: Callable[[Committed], object]
+) -> tuple[Committed | None, list[PassedOver]]:
+    """Return the first of some checkpoints of elaunch's own for which ``verify`` raises nothing."""
+
+    def verified(found: Committed) -> Committed:
+        verify(found)
+        return found
+
+    return first_whole(committed, lambda found: Path(found.name), verified)
 
 
 def verify_candidate(

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,27 +123,19 @@ def _in_memory(
 
 
 def newest(
-    storage: Storage, run_id: str | None, fault: Callable[[Storage, Committed], str] | None = None
+    storage: Storage, run_id: str | None, verify: Callable[[Committed], None] | None = None
 ) -> Committed | None:
-    """Return the newest checkpoint of a run that has no ``fault``; ``run_id`` None: of any run.
+    """Return the newest checkpoint of a run that is whole; ``run_id`` None: of any run.
 
-    ``fault`` returns why one cannot be read from, or ""; without it documents and sizes count.
+    ``verify`` raises for one that is not; without it documents and sizes count.
     """
-    for found in storage.newest_first():
-        if run_id is None or found.run_id == run_id:
-            reason = (fault or _incomplete)(storage, found)
-            if not reason:
-                return found
-            log.warning("an older checkpoint is looked for: %s", reason)
-    return None
+    from elaunch.checkpoint.search.latest import newest_in
 
-
-def _incomplete(storage: Storage, found: Committed) -> str:
-    try:
-        storage.verify(found, content=False)
-    except (CheckpointError, OSError) as error:
-        return f"{found.name}: {error}"
-    return ""
+    own = (found for found in storage.newest_first() if run_id in (None, found.run_id))
+    found, passed = newest_in(own, verify or partial(storage.verify, content=False))
+    for one in passed:
+        log.warning("an older checkpoint is looked for: %s: %s", one.path, one.reason)
+    return found
 
 
 def _look(distributed: DistributedContext, info: Info, run_id: str, given: bool) -> Decided:

@@ -15,8 +15,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -121,11 +122,6 @@ class Wanted:
     timeout: float | None
     what: str
 
-    def check(self) -> None:
-        """Raise ContextError for a request that means nothing."""
-        if self.which is not None and self.source is not None:
-            raise ContextError("which and source were given: the one says which, always")
-
 
 def wanted(
     session: CheckpointSession,
@@ -143,7 +139,7 @@ def wanted(
     return call, Wanted(which, source, timeout, what)
 
 
-def choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
+def _choose(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the checkpoint to read, and the context to read it with; None if there is none.
 
     ALL ranks call it together. What comes from ``source`` has step 0: a run begins with it. Raises
@@ -171,7 +167,7 @@ def read(
     ``use`` raises.
     """
     while True:
-        there, found = choose(call, wanted)
+        there, found = _choose(call, wanted)
         if found is None:
             return None
         try:
@@ -212,13 +208,12 @@ def _asked(call: CallContext, wanted: Wanted) -> str:
 
 def _chosen(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed | None]:
     """Return the one that all ranks name. ALL ranks call it together."""
-    about = call.distributed, wanted.what, wanted.timeout, CheckpointError
-    with together(*about, everyone=True) as step:
-        wanted.check()
+
+    def find() -> tuple[str, Any]:
         name = _asked(call, wanted)
-        step.sent = (name, _named(call, name) if call.rank == 0 else None)
-    _check_asked(wanted.what, [asked for asked, _ in step.received])
-    above, chosen = step.received[0][1]
+        return name, _named(call, name) if call.rank == 0 else None
+
+    above, chosen = _agreed(call, wanted, find)
     if above is not None or is_foreign(chosen):
         return _elsewhere(call, above), chosen
     chosen = here(call, chosen)
@@ -231,34 +226,38 @@ def _chosen(call: CallContext, wanted: Wanted) -> tuple[CallContext, Committed |
 
 def _latest_of_all(call: CallContext, wanted: Wanted) -> Committed | None:
     """Return the latest, or what takes its place. ALL ranks call it together."""
-    timeout = wanted.timeout
-    about = call.distributed, wanted.what, timeout, CheckpointError
-    with together(*about, everyone=True) as step:
-        wanted.check()
-        step.sent = (None, _latest(call) if call.rank == 0 else None)
-    _check_asked(wanted.what, [asked for asked, _ in step.received])
     chosen: Committed | None
-    chosen, reason = step.received[0][1]
+    chosen, reason = _agreed(
+        call, wanted, lambda: (None, _latest(call) if call.rank == 0 else None)
+    )
     chosen = None if chosen is None else here(call, chosen)
     if call.local and chosen is not None and not is_foreign(chosen):
         from elaunch.training.checkpoint import nodecopies
 
         try:
-            nodecopies.bring(call, chosen, timeout)
+            nodecopies.bring(call, chosen, wanted.timeout)
         except CheckpointError as error:
             reason = str(error)
     if reason:
-        chosen = _substitute(call, reason, timeout)
+        chosen = _substitute(call, reason, wanted.timeout)
     call.known.choose(chosen)
     return chosen
 
 
-def _check_asked(what: str, asked: Sequence[str | None]) -> None:
-    ranks = {wanted: rank for rank, wanted in reversed(list(enumerate(asked)))}
+def _agreed(call: CallContext, wanted: Wanted, find: Callable[[], tuple[str | None, Any]]) -> Any:
+    """Return what rank 0 finds, if all ranks ask for the same. ALL ranks call it together."""
+    about = call.distributed, wanted.what, wanted.timeout, CheckpointError
+    with together(*about, everyone=True) as step:
+        if wanted.which is not None and wanted.source is not None:
+            raise ContextError("which and source were given: the one says which, always")
+        step.sent = find()
+    ranks = {asked: rank for rank, (asked, _) in reversed(list(enumerate(step.received)))}
     if len(ranks) > 1:
-        first = sorted((rank, wanted) for wanted, rank in ranks.items())
-        asked_for = ", ".join(f"rank {rank} for {wanted!r}" for rank, wanted in first)
-        raise CheckpointError(f"{what}: the ranks ask for different checkpoints: {asked_for}")
+        first = sorted((rank, asked) for asked, rank in ranks.items())
+        asked_for = ", ".join(f"rank {rank} for {asked!r}" for rank, asked in first)
+        what = f"{wanted.what}: the ranks ask for different checkpoints"
+        raise CheckpointError(f"{what}: {asked_for}")
+    return step.received[0][1]
 
 
 def _elsewhere(call: CallContext, above: Location | None) -> CallContext:
@@ -357,7 +356,7 @@ def opened(call: CallContext, found: Committed, timeout: float | None, what: str
                 path = stack.enter_context(_at(call, found))
         if at_url:
             path = for_purpose(call.distributed, what).broadcast_local(path, timeout)
-            stack.push(_leave_together(for_purpose(call.distributed, what), timeout))
+            stack.enter_context(_left_together(for_purpose(call.distributed, what), timeout))
         assert path is not None  # fetched, or sent by the node's first rank
         yield Path(path)
 
@@ -390,8 +389,11 @@ def _latest(call: CallContext) -> tuple[Committed | None, str]:
         return None, f"{found.name} is gone"
     if call.local:
         return found, ""
-    reason = where.check(call.storage, found, known)
-    return (None, reason) if reason else (found, "")
+    try:
+        where.check(call.storage, found, known)
+    except (CheckpointError, OSError) as error:
+        return None, f"{found.name}: {error}"
+    return found, ""
 
 
 def _substitute(call: CallContext, reason: str, timeout: float | None) -> Committed | None:
@@ -408,9 +410,8 @@ def _substitute(call: CallContext, reason: str, timeout: float | None) -> Commit
         if name and call.rank == 0:
             step.sent = call.storage.find(name)
         elif call.rank == 0 and not call.local:
-            step.sent = newest(
-                call.storage, call.reads, lambda place, one: where.check(place, one, call.known)
-            )
+            check = partial(where.check, call.storage, known=call.known)
+            step.sent = newest(call.storage, call.reads, check)
     found: Committed | None = step.received[0]
     if call.rank == 0:
         text = "there is no other" if found is None else f"{found.name} is taken"
@@ -441,16 +442,13 @@ def _kept(found: Committed) -> Iterator[None]:
         yield
 
 
-def _leave_together(ranks: DistributedContext, timeout: float | None) -> Any:
-    """Return what keeps the node's copy until all its ranks have left the block."""
-
-    def leave(kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        del kind, traceback
-        try:
+@contextlib.contextmanager
+def _left_together(ranks: DistributedContext, timeout: float | None) -> Iterator[None]:
+    """Keep the node's copy until all its ranks have left the block."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CollectiveError, ContextError):
             ranks.barrier_local(timeout)
-        except (CollectiveError, ContextError):
-            if error is None:
-                raise
-        return False
-
-    return leave
+        raise
+    ranks.barrier_local(timeout)

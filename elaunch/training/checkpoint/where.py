@@ -174,27 +174,24 @@ def _finish_stages(storage: Storage, run_id: str, given: bool) -> None:
         retention.Retiring(storage, keep_of(os.environ)).follow(done[-1])
 
 
-def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> str:
-    """Return why a checkpoint cannot be read from, "" if it can; put a damaged one aside.
+def check(storage: Storage, found: Committed, known: KnownCheckpoints) -> None:
+    """Raise CheckpointError or OSError if a checkpoint cannot be read; put a damaged one aside.
 
     Of what was whole before, and of what is at a URL, only documents and sizes are looked at. One
     that cannot be read just now stays, and so does another job's.
     """
     if found.uuid in known.damaged:
-        return f"{found.name} is damaged"
+        raise CheckpointError("it is damaged")
     try:
         with retention.reading(found.place):
             verify(storage, found, known)
     except CheckpointError as error:
         if known.read_only is None:
             put_aside(storage, found, str(error))
-        return f"{found.name} is damaged: {error}"
+        raise CheckpointError(f"it is damaged: {error}") from error
     except FileNotFoundError:
-        return f"{found.name} is gone: it was removed meanwhile"
-    except OSError as error:
-        return f"{found.name} cannot be read: {error}"
+        raise CheckpointError("it is gone: it was removed meanwhile") from None
     known.whole.add(found.uuid)
-    return ""
 
 
 def verify(storage: Storage, found: Committed, known: KnownCheckpoints) -> None:
