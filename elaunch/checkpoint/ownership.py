@@ -243,17 +243,16 @@ def claim(
 def _decide(
     place: Location, found: dict[str, Any] | None, run_id: str, given: bool
 ) -> dict[str, Any] | None:
-    document = {"schema": layout.SCHEMA, "run_id": run_id, "given": given, "created": time.time()}
-    if found is None:
-        return document
-    theirs = bool(found.get("given"))
-    if found.get("run_id") == run_id:
-        return {**found, "given": True} if given and not theirs else None
-    owner = shown(found.get("run_id"))
-    if given and theirs:
+    found = found or {}
+    own, theirs = found.get("run_id") == run_id, bool(found.get("given"))
+    if given and theirs and not own:
+        owner = shown(found.get("run_id"))
         raise SaveError(
             f"{place} belongs to run {owner}, this is run {run_id!r}: give this run a directory of"
             f" its own, or start it with --run-id {found.get('run_id')} to go on where that one"
             " ended"
         )
-    return None if theirs else {**document, "created": found.get("created", document["created"])}
+    if theirs or (own and not given):
+        return None
+    created = found.get("created", time.time())
+    return {"schema": layout.SCHEMA, "run_id": run_id, "given": given, "created": created}
