@@ -142,7 +142,8 @@ def _commit(
     if call.local:
         with together(ranks, f"{what}, adopted", timeout):
             if call.is_node_chief:
-                _adopt(call, stage, written)
+                others = [one for one in enumerate(written) if one[1][0] != ranks.cross_rank]
+                call.storage.adopt(stage, {rank: doc for rank, (_, doc) in others if doc})
     with together(ranks, what, timeout) as step:
         if call.rank == 0:
             extra = documented(call, stage, extra)
@@ -161,13 +162,6 @@ def _commit(
             call.storage.remove(own)  # what not all nodes have is no checkpoint
         raise
     return found
-
-
-def _adopt(call: CallContext, stage: Stage, written: list[tuple[int, bytes | None]]) -> None:
-    """Put the other nodes' manifests beside those of this node."""
-    node = call.distributed.cross_rank
-    others = {r: one[1] for r, one in enumerate(written) if one[0] != node and one[1]}
-    call.storage.adopt(stage, {rank: content for rank, content in others.items() if content})
 
 
 def documented(call: CallContext, stage: Stage, extra: Mapping[str, Any]) -> dict[str, Any]:
