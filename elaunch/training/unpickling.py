@@ -215,18 +215,6 @@ def named_to_torch() -> Names:
 # ── known classes, quickly ───────────────────────────────────────────────────────────────────────
 
 
-class _StandInType(type):
-    """The class of stand-ins: they make instances of ``real`` and cannot be changed themselves."""
-
-    real: Any
-
-    def __call__(cls, *args: Any) -> Any:
-        return cls.real(*args)
-
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise PickleRefused(f"it sets {ascii(name)[:80]} of a class")
-
-
 class _Member:
     """A member of an enum as a pickle gets it: equal to the real one, which everybody shares."""
 
@@ -242,33 +230,31 @@ class _Member:
         return hash(self._real)
 
 
-class _EnumStandIn(_StandInType):
-    """The class of an enum's stand-in."""
-
-    def __call__(cls, *args: Any) -> Any:
-        return _Member(cls.real(*args))
-
-
 def _member(of: Any, name: Any) -> Any:
     """Return a member by its name: Python 3.11.0 to 3.11.3 pickle it as a call of getattr."""
-    enum = of.real if isinstance(of, _EnumStandIn) else of
+    enum = getattr(of, "stands_for", of)
     if not isinstance(enum, EnumMeta) or type(name) is not str or name not in enum.__members__:
         raise PickleRefused("it calls getattr with what is no member of an enum")
     return enum[name] if enum is of else _Member(enum[name])
 
 
 def _stand_in(real: Any) -> Any:
-    """Return what a pickle gets for ``real``: itself where nobody can change that."""
+    """Return what a pickle gets for ``real``: itself where nobody can change that.
+
+    Else a class that makes its instances: of this pickle alone, whatever that does to it.
+    """
     if isinstance(real, FunctionType):
         return lambda *args: real(*args)
     if not isinstance(real, type) or real.__flags__ & _IMMUTABLE:
         return real
 
     def make(_: type, *args: Any) -> Any:
-        return real.__new__(real, *args)
+        # NEWOBJ makes what BUILD fills, REDUCE calls: of dataclasses only the first is needed.
+        is_filled = hasattr(real, "__dataclass_fields__")
+        made = real.__new__(real, *args) if is_filled else real(*args)
+        return _Member(made) if isinstance(made, Enum) else made
 
-    kind = _EnumStandIn if isinstance(real, EnumMeta) else _StandInType
-    return kind(real.__name__, (), {"__new__": make, "real": real, "__slots__": ()})
+    return type(real.__name__, (), {"__new__": make, "stands_for": real})
 
 
 class _Listed(pickle.Unpickler):
