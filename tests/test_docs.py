@@ -24,6 +24,7 @@ from elaunch.cli import COMMANDS, cli
 from elaunch.config.flags.flag import Given, convert
 from elaunch.config.flags.table import TABLE
 from tests import test_style as style
+from tests.tables import each
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -74,7 +75,7 @@ RETIRED_IN_SAVING = frozenset(
 """The same for the rooms of saving and loading."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     """Links to files of the project; those to the web are not followed."""
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
@@ -92,7 +93,7 @@ def anchors(page: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES)
 def test_links_lead_to_headings(page: Path) -> None:
     """Of headings with the same words only the first can be linked to."""
     links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())

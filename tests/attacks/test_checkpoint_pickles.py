@@ -46,6 +46,7 @@ from elaunch.training.checkpoint.dcp.convert import to_torch_file
 from tests import warm
 from tests.attacks.gadgets import gadgets, runs_shell
 from tests.launching import Launcher
+from tests.tables import each
 
 NAMES = sorted(gadgets(Path("x")))
 
@@ -350,7 +351,7 @@ for number, path in enumerate(paths * 2):
 """
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         np.zeros(3),
@@ -385,7 +386,6 @@ for number, path in enumerate(paths * 2):
         [torch.nn.Parameter(torch.ones(2)), torch.eye(3).to_sparse(), torch.ones(2).bfloat16()],
         torch.Generator().manual_seed(3).get_state(),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_plain_values_come_back(value: Any) -> None:
     """What docs/saving.md names: of Python, numpy and torch, over a file and between ranks."""

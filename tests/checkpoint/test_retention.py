@@ -24,6 +24,7 @@ from elaunch.checkpoint.storage.posix import PosixStorage
 from elaunch.checkpoint.storage.storage import Storage
 from tests.checkpoint import makers, storages
 from tests.opens import opened_below
+from tests.tables import each
 
 NAN, INF = math.nan, math.inf
 
@@ -46,7 +47,7 @@ TENS = [made(step) for step in range(10, 101, 10)]
 GRADED = [made(1, loss=3.0), made(2, loss=1.0), made(3, loss=2.0), made(4, acc=9.0), made(5)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("listed", "rule", "protected", "stays"),
     [
         (TENS, Keep(), [], "10 20 30 40 50 60 70 80 90 100"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from elaunch.cli.run import LINE_FLAGS, parse
 from elaunch.config.flags.table import FLAGS
+from tests.tables import each
 
 Parsed = tuple[dict[str, str], str, list[str]]
 
@@ -135,7 +136,7 @@ def by_elaunch_raw(argv: Sequence[str]) -> tuple[dict[str, str], str, list[str]]
     return found, words.command[0], list(words.command[1:])
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "name"),
     [
         ("--nproc", "nproc-per-node"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elaunch.config import endpoints
 from elaunch.text import host_port
+from tests.tables import each
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_what_an_endpoint_may_be(text: str, found: list[tuple[str, int | None]])
     assert endpoints.split_all(text) == found
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "reason"),
     [
         ("::1", "without brackets; write '[::1]'"),

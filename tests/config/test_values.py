@@ -9,6 +9,7 @@ import pytest
 from elaunch.config import values
 from elaunch.config.flags.table import FLAGS
 from elaunch.config.values import StreamMap
+from tests.tables import each
 
 BY_NAME = {flag.name: flag for flag in FLAGS}
 
@@ -59,7 +60,7 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "value"), GOOD)
+@each(("name", "text", "value"), GOOD)
 def test_a_good_value_is_read(name: str, text: str, value: object) -> None:
     """Torchrun's forms, and what elaunch takes beyond them."""
     assert BY_NAME[name].kind.read(text) == value
@@ -128,7 +129,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "reason"), BAD)
+@each(("name", "text", "reason"), BAD)
 def test_a_bad_value_is_refused_with_its_reason(name: str, text: str, reason: str) -> None:
     """The reason continues a sentence that begins with the value."""
     with pytest.raises(ValueError) as error:

@@ -33,6 +33,7 @@ from elaunch.rendezvous.records import (
     key_of,
 )
 from elaunch.store.protocol import Post
+from tests.tables import each
 
 SHORT = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=20)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -158,7 +159,7 @@ def spoil(**said: Any) -> bytes:
     return json.dumps({**good, **said}).encode()
 
 
-@pytest.mark.parametrize(
+@each(
     ("raw", "secret", "problem"),
     [
         (spoil(port="x"), None, "its port is 'x': expected int, got str"),

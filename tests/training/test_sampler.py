@@ -33,6 +33,7 @@ from elaunch.training.sampler import (
     Permutation,
 )
 from tests import warm
+from tests.tables import each
 
 BILLION = 10**9
 PINNED_TEN = [6, 1, 9, 0, 8, 4, 7, 5, 2, 3]
@@ -326,9 +327,10 @@ def test_a_step_takes_what_comes_next(length: int, world: int, batch_size: int) 
     assert (number + 1) * wide >= length
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-@pytest.mark.parametrize("length", [1, 7, 64, 101])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.slow
+@each("world", range(1, 9))
+@each("length", [1, 7, 64, 101])
+@each("drop_last", [False, True])
 def test_shares_are_those_of_torch(world: int, length: int, drop_last: bool) -> None:
     """Without a shuffle each rank's indices are equal to torch's; with one their numbers are."""
     for rank in range(world):

@@ -16,6 +16,7 @@ from elaunch.agent.failure.explain import CAUSES, OF_COMMAND, Explanation
 from elaunch.agent.failure.tracebacks import HANDLING, HEADER
 from elaunch.endings import PREEMPTED
 from tests.agent.histories import changed, left
+from tests.tables import each
 
 GIB = 1 << 30
 
@@ -150,7 +151,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("code", [cause.code for rows in TEXTS.values() for cause in rows])
+@each("code", [cause.code for rows in TEXTS.values() for cause in rows])
 def test_texts(code: str) -> None:
     """After exit code 1 the exception tells the cause, and whether it is a victim's."""
     for text in MESSAGES[code]:

@@ -15,6 +15,7 @@ from elaunch.agent.hangs.collectives import (
     find,
     still,
 )
+from tests.tables import each
 
 NOW = 1000.0
 LASTING = ("have differed", "has ended", "have ended", "for 16m")
@@ -227,7 +228,7 @@ TABLE: dict[str, tuple[Mapping[int, RankPlace], Culprit | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_whom_the_others_wait_for(name: str) -> None:
     """One sentence, and who is named in it."""
     places, expected = TABLE[name]

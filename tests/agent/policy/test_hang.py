@@ -35,6 +35,7 @@ from tests.agent.histories import (
     play,
     started,
 )
+from tests.tables import each
 
 TWO = Limits(2)
 ONE_RESTART = Limits(2, max_restarts=1)
@@ -167,7 +168,7 @@ TABLE: dict[str, tuple[Limits, tuple[events.Event, ...], Action, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     limits, history, action, reason = TABLE[name]

@@ -35,6 +35,7 @@ from tests.agent.histories import (
     play,
     started,
 )
+from tests.tables import each
 
 HERE, THERE = Node("aa", "node1", "10.0.0.1", 2, "x"), Node("bb", "node2", "10.0.0.2", 3, "x")
 FORMING = Plan("job")
@@ -262,7 +263,7 @@ TABLE: dict[str, tuple[tuple[events.Event, ...], Action, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     history, action, reason = TABLE[name]

@@ -41,6 +41,7 @@ from tests.agent.histories import (
     play,
     started,
 )
+from tests.tables import each
 
 TWO = Job(2, max_restarts=3, preempting=frozenset({signal.SIGUSR1}), shutdown_timeout=30.0)
 SAVING = replace(TWO, has_checkpoint_dir=True)
@@ -589,7 +590,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     limits, history, action, reason = TABLE[name]

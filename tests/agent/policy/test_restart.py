@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-import pytest
 from msgspec.structs import replace
 
 from elaunch.agent.policy import events
@@ -35,6 +34,7 @@ from tests.agent.histories import (
     last,
     started,
 )
+from tests.tables import each
 
 ONE = Job(2, max_restarts=0, shutdown_timeout=30.0)
 SAVING = replace(ONE, has_checkpoint_dir=True)
@@ -176,7 +176,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+@each("row", TABLE.values())
 def test_decision(row: Row) -> None:
     """One row per rule: the last decision that follows from the last event."""
     limits, history, action, reason = row

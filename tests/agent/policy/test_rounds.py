@@ -56,6 +56,7 @@ from tests.agent.histories import (
     play,
     started,
 )
+from tests.tables import each
 
 TWO = Limits(2)
 THREE_RESTARTS = Limits(2, max_restarts=3)
@@ -385,11 +386,6 @@ TABLE: dict[str, Row] = {
         RestartServer(),
         "the server that starts the workers was killed by SIGKILL; starting another",
     ),
-    "the store is lost": (TWO, (*RUNS, events.StoreLost("gone")), Nothing(), ""),
-    "the server has more modules": (TWO, (*RUNS, events.ServerWarmed(None, 0.5)), Nothing(), ""),
-    "a late answer": (TWO, (*RUNS, events.DevicesCounted(2, None)), Nothing(), ""),
-    "a late look at the directory": (TWO, (*RUNS, events.DirectoryProbed("full")), Nothing(), ""),
-    "a health check": (TWO, (*RUNS, events.Ping(print)), Nothing(), ""),
     # ── signals ──
     "SIGTERM while importing": (TWO, (TERM,), Finish(143), "stopped by SIGTERM"),
     "SIGTERM while choosing": (SAVING, (READY, TERM), Finish(143), "stopped by SIGTERM"),
@@ -415,12 +411,6 @@ TABLE: dict[str, Row] = {
     "a worker of another round could not be forked": (
         TWO,
         (*RUNS, events.WorkerNotStarted(3, 1, "no more processes")),
-        Nothing(),
-        "",
-    ),
-    "the server has imported what could wait": (
-        TWO,
-        (*RUNS, events.ServerWarmed(None, 0.9)),
         Nothing(),
         "",
     ),
@@ -776,19 +766,12 @@ TABLE: dict[str, Row] = {
         Finish(7),
         "rank 0 exited with code 7; no restart after SIGTERM",
     ),
-    "and during a backoff": (
-        THREE_RESTARTS,
-        (*FAILED, gone(), *again(1), TERM),
-        Finish(3),
-        "rank 1 exited with code 3; no restart after SIGTERM",
-    ),
     "the server dies too often in a backoff": (
         THREE_RESTARTS,
         (*FAILED, gone(), *again(1), lost(), lost(), lost(), lost()),
         Finish(71),
         "the server that starts the workers was killed by SIGKILL 4 times while no worker ran",
     ),
-    "nothing is decided after the end": (TWO, (TERM, INT), Nothing(), ""),
 }
 UNCOUNTED, JOINING = Limits(0), Limits(0, meets=True)
 PROBED, COUNTED = events.DirectoryProbed(), events.DevicesCounted(2, None)
@@ -892,14 +875,14 @@ FRESH: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@each("name", TABLE)
 def test_the_decision_table(name: str) -> None:
     """The last event of each history, the action, and the words for it."""
     limits, history, action, reason = TABLE[name]
     assert last(limits, *history) == Decided(action, reason)
 
 
-@pytest.mark.parametrize("name", FRESH)
+@each("name", FRESH)
 def test_the_first_moments(name: str) -> None:
     """The same for an agent that knows neither its directory nor, maybe, its workers."""
     limits, history, action, reason = FRESH[name]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import signal
 
-import pytest
 from msgspec import structs
 
 from elaunch.agent.policy import events, table
@@ -30,6 +29,7 @@ from tests.agent.histories import (
     play,
     started,
 )
+from tests.tables import each
 
 LONGEST = 15
 """Lines of a cell's function: 12, with its first ones and what is left of its docstring."""
@@ -179,7 +179,7 @@ def test_the_table_is_whole() -> None:
     assert (*WAYS, Phase.ENDED) == (*table.PHASES, Phase.ENDED) == tuple(Phase)
 
 
-@pytest.mark.parametrize(("name", "phase", "action"), CELLS)
+@each(("name", "phase", "action"), CELLS)
 def test_every_cell(name: str, phase: Phase, action: str) -> None:
     """The action; a cell in which nothing is decided says why, the others are short functions."""
     turn = make_turn(state_in(phase, name), EVENTS[name])
@@ -194,7 +194,7 @@ def test_every_cell(name: str, phase: Phase, action: str) -> None:
         assert len(source.splitlines()) <= LONGEST, cell
 
 
-@pytest.mark.parametrize("name", EVENTS)
+@each("name", EVENTS)
 def test_nothing_is_decided_after_the_end(name: str) -> None:
     """Whatever comes: the agent leaves its loop."""
     state, _ = play(LIMITS, [TERM])

@@ -21,6 +21,7 @@ from elaunch.checkpoint.search.locations import (
     without_slash,
 )
 from elaunch.errors import UsageError
+from tests.tables import each
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_a_deep_tree(tmp_path: Path) -> None:
 FOUND = Checkpoint(Path("/ck/step_120"), 120, "dcp")
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "filled", "dropped"),
     [
         ("--resume {checkpoint}", "--resume /ck/step_120", ""),

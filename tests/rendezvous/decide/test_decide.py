@@ -32,6 +32,7 @@ from elaunch.rendezvous.plan import (
     WorkerFailure,
 )
 from elaunch.rendezvous.text import UNACCUSED
+from tests.tables import each
 
 TWO = Rules(2, 2, max_restarts=3, remind=1e6, end_timeout=60.0)
 ELASTIC = Rules(1, 3, max_restarts=3, remind=1e6)
@@ -661,7 +662,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+@each("row", TABLE.values())
 def test_decision(row: Row) -> None:
     """One row per rule."""
     rules, plan, there, more, expected, reason = row

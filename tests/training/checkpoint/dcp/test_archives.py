@@ -13,10 +13,11 @@ from elaunch.errors import CheckpointError
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.state import compare, tensors
 from elaunch.training.checkpoint.state.flatten import Values, lengths_for
+from tests.tables import each
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 4), (5, 7, 2), (300, 1000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
+@each("shape", [(), (3,), (0,), (0, 4), (5, 7, 2), (300, 1000)])
+@each("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex128])
 def test_template(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Filled with a tensor's bytes it is what torch.save writes, and its checksum is no matter."""
     tensor = torch.rand(shape).to(dtype)
