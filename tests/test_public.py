@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import elaunch
 
 ROOT = Path(__file__).parent.parent
@@ -28,20 +26,20 @@ def test_no_module_has_a_public_name() -> None:
     assert not modules & set(NAMES)
 
 
-@pytest.mark.slow
 def test_every_name_is_there_and_nothing_is_loaded_before() -> None:
     """A command does not pay for what scripts use."""
     code = (
         "import sys, elaunch\n"
-        "before = [m for m in sys.modules if m.startswith('elaunch.')]\n"
-        f"for name in {NAMES}: getattr(elaunch, name)\n"
-        "print(before, sorted(set(elaunch.__all__) - set(dir(elaunch))))\n"
+        "print([m for m in sys.modules if m.startswith('elaunch.') or m == 'torch'])\n"
         "elaunch.nothing\n"
     )
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.stdout == "[] []\n"
+    assert done.stdout == "[]\n"
     assert done.stderr.endswith("AttributeError: module 'elaunch' has no attribute 'nothing'\n")
+    for name in NAMES:
+        getattr(elaunch, name)
+    assert sorted(set(elaunch.__all__) - set(dir(elaunch))) == []
 
 
 def test_the_api_page_says_who_calls_and_what_blocks() -> None:

@@ -57,19 +57,6 @@ def test_commands_answer(root: Path, words: list[str]) -> None:
     assert ("skipped" if words is RUN else "step_98") in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.trial) if name.startswith("very many") else name
-        for name in hostile.PICKLES
-    ],
-)
-def test_keys_that_are_containers_are_not_hashed(name: str) -> None:
-    """A hang here is one of the whole test run, in which the test above has failed before."""
-    load_inert(hostile.PICKLES[name], name)
-
-
 def test_keys_that_hash_at_once_stay() -> None:
     content = {"a": 1, 2: 3, (4, 5): 6, None: 8, 1.5: 9, True: 10, 2**70: 11}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
@@ -89,7 +76,7 @@ def test_a_whole_checkpoint_beside_it_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.trial)])
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.trial)])
 def test_every_flip_in_commit_is_noticed(tmp_path: Path, stride: int) -> None:
     path = makers.own(tmp_path)
     commit = path / layout.COMMIT
