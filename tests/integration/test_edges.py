@@ -76,7 +76,7 @@ def test_files_left_in_the_private_directory_are_pointed_out(
     assert "0.0 TMPDIR=None" in elaunch.run(shown).stdout
 
 
-@pytest.mark.parametrize("limit", [8, 13, 40])
+@pytest.mark.parametrize("limit", [8, pytest.param(13, marks=pytest.mark.trial), 40])
 def test_too_few_open_files(elaunch: Launcher, tmp_path: Path, limit: int) -> None:
     """The error comes before anything is opened."""
     script = tmp_path / "s.py"
@@ -232,14 +232,14 @@ def test_a_module_beside_the_script_hides_another(
     assert "install it" not in told
 
 
-@pytest.mark.parametrize("name", ["signal", "socket", "logging"])
 @pytest.mark.parametrize("module", ["elaunch", "elaunch.torchrun"])
 def test_modules_in_the_working_directory_are_not_the_agents(
-    elaunch: Launcher, tmp_path: Path, name: str, module: str
+    elaunch: Launcher, tmp_path: Path, module: str
 ) -> None:
     """``python -m`` has it first on the path."""
     (tmp_path / "main.py").write_text("print('done')\n")
-    (tmp_path / f"{name}.py").write_text("VALUE = 7\n")
+    for name in ("signal", "socket", "logging"):
+        (tmp_path / f"{name}.py").write_text("VALUE = 7\n")
     command = [sys.executable, "-m", module, *(["run"] if module == "elaunch" else [])]
     words = ["--start-method=spawn", "--nproc-per-node=1", "main.py"]
     done = elaunch.start_command(["env", *command, *words], cwd=tmp_path).wait()
@@ -365,7 +365,7 @@ runpy.run_module("elaunch", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("left", [0, 2, 5])
+@pytest.mark.parametrize("left", [0, pytest.param(2, marks=pytest.mark.trial), 5])
 def test_no_room_for_the_agents_threads(elaunch: Launcher, left: int) -> None:
     """One line says what to raise, and nothing is left behind."""
     script = elaunch.directory / "limited.py"

@@ -302,23 +302,6 @@ def test_a_run_that_is_over_by_a_hang_under_another_launcher(
     assert " in hang" in told["extraInfo"]["py_callstack"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("--hang-timeout=soon", "is not a number of seconds"),
-        ("--hang-timeout=0", "is not more than 0 seconds"),
-        ("--progress-regex=step (", "is not a regular expression"),
-        ("--progress-regex=(a)(b)", "has 2 groups"),
-        ("--progress-regex=", "is empty"),
-    ],
-)
-def test_what_is_wrong_is_said_at_once(elaunch: Launcher, flag: str, why: str) -> None:
-    """Before anything starts."""
-    done = elaunch.run(job(flags=[flag]))
-    assert done.returncode == 2
-    assert why in done.stderr
-
-
 SAVES = """
 import elaunch
 with elaunch.init(announce=False) as ctx:

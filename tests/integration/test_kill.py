@@ -204,6 +204,7 @@ def test_workers_of_a_frozen_server_are_killed(elaunch: Launcher, freezer: Path)
 # ── workers end, and leave others behind ─────────────────────────────────────────────────────────
 
 
+@pytest.mark.trial
 @both_methods
 def test_what_a_failed_worker_left(elaunch: Launcher, method: Method, place: Path) -> None:
     """And what its sibling left, which was stopped."""

@@ -96,7 +96,7 @@ def test_a_round_is_restarted(elaunch: Launcher) -> None:
     assert again.returncode == 2 and "RUN job does not run" in again.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_ask(elaunch: Launcher, number: signal.Signals) -> None:
     """SIGTERM too, where the script asks."""
     running = start(elaunch, "gloo", nproc=2)
@@ -214,8 +214,24 @@ def test_a_second_sigterm_is_not_patient(elaunch: Launcher) -> None:
     assert running.wait().returncode == 143
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.01])
-@pytest.mark.parametrize("other", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    ("other", "pause"),
+    [
+        (signal.SIGTERM, 0.0),
+        (signal.SIGTERM, 0.01),
+        (signal.SIGHUP, 0.0),
+        (signal.SIGINT, 0.01),
+        *(
+            pytest.param(*row, marks=pytest.mark.trial)
+            for row in (
+                (signal.SIGHUP, 0.01),
+                (signal.SIGINT, 0.0),
+                (signal.SIGQUIT, 0.0),
+                (signal.SIGQUIT, 0.01),
+            )
+        ),
+    ],
+)
 def test_the_same_request_more_than_once(
     elaunch: Launcher, other: signal.Signals, pause: float
 ) -> None:

@@ -24,7 +24,12 @@ Method = Sequence[str]
 
 @both_methods
 @pytest.mark.parametrize(
-    ("number", "code"), [(SIGTERM, 143), (SIGINT, 130), (SIGHUP, 129), (SIGQUIT, 131)]
+    ("number", "code"),
+    [
+        (SIGTERM, 143),
+        (SIGINT, 130),
+        *(pytest.param(*row, marks=pytest.mark.trial) for row in ((SIGHUP, 129), (SIGQUIT, 131))),
+    ],
 )
 def test_a_signal_reaches_the_workers_and_ends_the_job(
     elaunch: Launcher, method: Method, number: Signals, code: int
@@ -60,10 +65,8 @@ time.sleep(600)
 
 
 SAME_REQUEST = [
-    *([number] * 4 for number in (SIGINT, SIGTERM, SIGHUP)),
-    [SIGTERM, SIGHUP],
+    [SIGINT] * 4,
     [SIGHUP, SIGTERM, SIGHUP],
-    [SIGINT, SIGTERM, SIGINT],
     [SIGTERM, SIGINT, SIGQUIT, SIGINT],
 ]
 
@@ -172,7 +175,7 @@ def test_the_wait_for_what_a_worker_leaves_is_over(elaunch: Launcher, tmp_path: 
     assert "told" in done.stdout and "ended what the workers had left: python" in done.stderr
 
 
-@pytest.mark.parametrize("number", [SIGTERM, SIGINT, SIGUSR1])
+@pytest.mark.parametrize("number", [SIGTERM, SIGUSR1])
 def test_a_signal_cuts_the_wait_short(elaunch: Launcher, tmp_path: Path, number: Signals) -> None:
     """The job is done nevertheless."""
     running = leave(elaunch, tmp_path, "0")
@@ -343,15 +346,15 @@ def holds_back(pid: int, number: int) -> bool:
 
 
 @pytest.mark.executed
-@pytest.mark.parametrize("number", [SIGUSR1, SIGUSR2])
-def test_a_request_to_save_in_the_first_moments(elaunch: Launcher, number: Signals) -> None:
+def test_a_request_to_save_in_the_first_moments(elaunch: Launcher) -> None:
     """It is held back until it can be handled; the job is to be continued, not killed by it."""
     running = elaunch.start(act(SPAWN, "wait"))
-    wait_until(lambda: holds_back(running.pid, number), what="the signal is held back")
-    running.send_signal(number)
+    wait_until(lambda: holds_back(running.pid, SIGUSR2), what="the signal is held back")
+    assert holds_back(running.pid, SIGUSR1)
+    running.send_signal(SIGUSR2)
     done = running.wait()
     assert done.returncode == 75, done.stderr
-    assert f"{number.name} received: no worker runs; to be continued" in done.stderr
+    assert "SIGUSR2 received: no worker runs; to be continued" in done.stderr
 
 
 def test_workers_inherit_no_signal_that_is_held_back(elaunch: Launcher) -> None:
@@ -403,15 +406,11 @@ def test_sigterm_in_the_first_moments(elaunch: Launcher, method: Method) -> None
     ("word", "code", "named"),
     [
         ("exit=3", 3, "exited with code 3"),
-        ("exit=2", 2, "exited with code 2"),
         ("exit=255", 255, "exited with code 255"),
         ("exit=256", 0, None),
-        ("raise=boom", 1, "RuntimeError: boom"),
         ("text=so be it", 1, "so be it"),
         ("kill=SIGSEGV", 139, "was killed by SIGSEGV"),
-        ("kill=SIGKILL", 137, "was killed by SIGKILL"),
         ("kill=SIGTERM", 143, "was killed by SIGTERM"),
-        ("kill=SIGABRT", 134, "was killed by SIGABRT"),
     ],
 )
 @both_methods
@@ -434,7 +433,7 @@ def test_the_first_failure_is_what_counts(elaunch: Launcher, tmp_path: Path) -> 
     assert stopped == "ranks 0, 2 (SIGTERM)"
 
 
-@pytest.mark.parametrize("word", ["exit=3", "exit=2", "kill=SIGKILL"])
+@pytest.mark.parametrize("word", ["exit=3", "kill=SIGKILL"])
 def test_torchruns_exit_codes(elaunch: Launcher, word: str) -> None:
     """1 for every failure."""
     assert elaunch.run(act(SPAWN, word, flags=["--exit-codes=torchrun"])).returncode == 1

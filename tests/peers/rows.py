@@ -224,6 +224,28 @@ ROWS: Mapping[str, Row] = {
         "--signals-to-handle SIGTERM,SIGUSR2 report.py",
         env_is={"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR2"},
     ),
+    "all of these at once": Row(
+        "--virtual-local-rank report.py --nproc-per-node 7 -- $local_rank ${local_rank}x $$HOME",
+        env={
+            "PET_NPROC_PER_NODE": "2",
+            "PET_MAX_RESTARTS": "2",
+            "PET_ROLE": "r",
+            "CUDA_VISIBLE_DEVICES": "4,6",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "RANK": "7",
+            "LOCAL_RANK": "7",
+            "WORLD_SIZE": "9",
+            "MASTER_PORT": "1",
+        },
+        rounds=(2,),
+        env_is={
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "ROLE_NAME": "r",
+            "TORCHELASTIC_MAX_RESTARTS": "2",
+        },
+    ),
     # ── agent/server/test: failures and restarts ─────────────────────────────────────────────────
     "an exit code": Row(
         "--nproc-per-node 2 fails.py 1 3", code=1, rounds=(2,), err="exitcode  : 3"
@@ -310,6 +332,33 @@ ROWS: Mapping[str, Row] = {
             "filtered_stderr.log": "[default0]:stderr last\n[default1]:stderr last\n",
         },
     ),
+    "streams to both, and lines that are copied": Row(
+        "--nproc-per-node 2 --log-dir CWD/logs -t 3 --role trainer "
+        "--duplicate-stdout-filters apple,pear --duplicate-stderr-filters last prints.py",
+        rounds=(),
+        out=tuple(
+            sorted(
+                f"[trainer{rank}]:stdout {word}"
+                for rank in range(2)
+                for word in ("apple", f"pear {rank}", "last")
+            )
+        ),
+        files={
+            "1/stdout.log": "stdout apple\nstdout pear 1\nstdout last\n",
+            "filtered_stdout.log": "[trainer0]:stdout apple\n[trainer0]:stdout pear 0\n"
+            "[trainer1]:stdout apple\n[trainer1]:stdout pear 1\n",
+            "filtered_stderr.log": "[trainer0]:stderr last\n[trainer1]:stderr last\n",
+        },
+    ),
+    "a stream to files, the other of one rank to the console": Row(
+        "--nproc-per-node 2 --log-dir CWD/logs -r 2 --local-ranks-filter 1 prints.py",
+        rounds=(),
+        out=("stdout apple", "stdout last", "stdout pear 1"),
+        files={
+            f"{rank}/stderr.log": f"stderr apple\nstderr pear {rank}\nstderr last\n"
+            for rank in range(2)
+        },
+    ),
     "no files at all": Row("--log-dir /dev/null report.py"),
     # ── several agents ───────────────────────────────────────────────────────────────────────────
     "two agents, static": Row(
@@ -340,22 +389,16 @@ QUICK = frozenset(
         "a script, the old spellings",
         "a program",
         "a module",
-        "variables for flags",
         "an elastic job of one node",
-        "arguments of the script are its own",
-        "a device for each worker",
-        "NCCL errors, as they were",
-        "an outer launcher's variables",
+        "all of these at once",
         "an exception",
         "a signal",
         "a rank fails once",
         "no restart is left",
         "a program fails",
         "an error file",
-        "streams to files",
-        "streams to both",
-        "streams of one rank to the console",
-        "lines that are copied",
+        "streams to both, and lines that are copied",
+        "a stream to files, the other of one rank to the console",
         "two agents, static",
     }
 )
