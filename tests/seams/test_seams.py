@@ -30,6 +30,8 @@ pytestmark = pytest.mark.slow
 
 TWICE_S: Final = 0.005
 """Seconds between a signal and the same one, forwarded by a wrapper."""
+LEAST_S: Final = 1.0
+"""Seconds that an undisturbed job takes from any event on; none is measured for a quicker pair."""
 
 
 def stop(job: Job) -> None:
@@ -199,6 +201,7 @@ def test_a_pair_ends_as_the_event_alone(
     """With the same code, within a bounded time, and with nothing left or lost."""
     row = CONDITIONS[condition]()
     nodes = max(EVENTS[event].nodes, row.nodes)
-    usual = undisturbed(tmp_path_factory, event, nodes)
     took = play(tmp_path, event, condition, nodes)
-    assert took <= row.holds + 10 * usual + 12.0, (took, usual)
+    if took > row.holds + 10 * LEAST_S + 12.0:
+        usual = undisturbed(tmp_path_factory, event, nodes)
+        assert took <= row.holds + 10 * usual + 12.0, (took, usual)
