@@ -112,8 +112,31 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
+def _show_versions(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    """Print what a report of a problem has to say; torch's version without importing torch."""
+    if not asked or ctx.resilient_parsing:
+        return
+    from importlib import metadata  # takes 20 ms
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    python = ".".join(map(str, sys.version_info[:3]))
+    click.echo(f"elaunch {__version__}, {torch}, Python {python}")
+    ctx.exit()
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="elaunch")
+@click.option(
+    "-V",
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_versions,
+    help="Show the versions of elaunch, torch and Python, and exit.",
+)
 def cli() -> None:
     """Start, supervise and restart distributed PyTorch training."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,10 @@ def elaunch(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 def test_version_and_help() -> None:
     """Both end with 0 and say nothing on stderr."""
     done = elaunch("--version")
+    versions = f"torch {metadata.version('torch')}, Python {platform.python_version()}"
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
-        f"elaunch, version {__version__}\n",
+        f"elaunch {__version__}, {versions}\n",
         "",
     )
     done = elaunch("run", "--help")
