@@ -42,7 +42,7 @@ TORCHELASTIC_TIMER_FILE         the pipe of torch's timers; with TORCHELASTIC_EN
 
 torchrun's names and value formats are those of torch 2.15, ``torch/distributed/elastic/agent/
 server/local_elastic_agent.py``. One value differs on purpose: ``TORCHELASTIC_USE_AGENT_STORE`` is
-``1``, so that a store of the script's own can be hosted (docs/torchrun.md, trap 5).
+``1``, which lets a script host a store of its own (docs/torchrun.md).
 """
 
 from __future__ import annotations

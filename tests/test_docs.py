@@ -233,6 +233,11 @@ def test_the_description_of_the_package_has_no_link_into_the_repository() -> Non
     assert [target for target in targets if not re.match(r"https://|#", target)] == []
 
 
+def test_the_start_page_is_short() -> None:
+    """It is read in three minutes."""
+    assert len((ROOT / "docs" / "README.md").read_text().split()) <= 500
+
+
 def test_every_exit_code_is_documented() -> None:
     """Each exception class has its row in docs/exit-codes.md, with its code."""
     rows = dict(

@@ -79,7 +79,9 @@ def _opened(
 
 
 _where = click.argument("where", metavar="RUN_OR_DIR")
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/checkpoints.md).")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON (docs/checkpoint-commands.md)."
+)
 _force = click.option("--force", is_flag=True, help="Do it in spite of that.")
 
 

@@ -1,6 +1,6 @@
 """``elaunch debug``: pdb in one rank of a running job (elaunch.wire.debugger).
 
-docs/status.md.
+docs/stacks.md.
 """
 
 from __future__ import annotations

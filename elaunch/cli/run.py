@@ -1,7 +1,7 @@
 """``elaunch run``: the command line of a job, made from the table of flags.
 
-argparse reads it, as it reads torchrun's, so a command line moves over unchanged (docs/torchrun.md,
-trap 1): flags come before the script, and from the script on every word belongs to the script.
+argparse reads it, as it reads torchrun's, so a command line moves over unchanged (docs/torchrun.md:
+flags come before the script, and from the script on every word belongs to the script).
 What is elaunch's own:
 
 * a flag may be cut short as long as one flag is meant: torchrun's flags are looked at first, so

@@ -29,7 +29,7 @@ __all__ = ["Settings", "StreamMap", "resolve"]
 
 
 class Settings(Struct, frozen=True):
-    """Everything that a job is asked to be; field by field in docs/torchrun.md."""
+    """Everything that a job is asked to be; field by field in docs/flags.md."""
 
     entrypoint: str
     args: tuple[str, ...]

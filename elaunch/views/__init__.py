@@ -3,7 +3,7 @@
 =====================  ========================================================================
 read, store            make the one document of a job: of a run on this machine
                        (elaunch.runs.job), or as the store has it in which its agents meet
-page, json             make text of it, and the documents of docs/status.md
+page, json             make text of it, and the documents of docs/status-json.md
 layout                 prints pages
 watch                  reads again until the end
 attention, failures    what a person should look at, and the reports of failed rounds

@@ -81,7 +81,7 @@ class RunCards:
         return record.get("code") or ended
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data (docs/failure-report.md)."""
+        """Return it as JSON-able data (docs/failure-json.md)."""
         job, card = self.job, self.card
         return {
             "schema": SCHEMA,
@@ -226,7 +226,7 @@ class JobCard:
     silent: tuple[tuple[int, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data (docs/failure-report.md)."""
+        """Return it as JSON-able data (docs/failure-json.md)."""
         job, card = self.job, self.card
         return {
             "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Jobs as JSON: ``elaunch status --json`` (docs/status.md), and what a screen shows of a run.
+"""Jobs as JSON: ``elaunch status --json`` (docs/status-json.md), and what a screen shows of a run.
 
 A screen's document has the workers as rows (WORKER_FIELDS), since there may be thousands.
 """

@@ -388,7 +388,7 @@ for number, path in enumerate(paths * 2):
     ],
 )
 def test_plain_values_come_back(value: Any) -> None:
-    """What docs/saving.md names: of Python, numpy and torch, over a file and between ranks."""
+    """What docs/saving-state.md names: of Python, numpy and torch, by file and between ranks."""
     packed = archives.pack([value])
     between = unpickling.load_careful(pickle.dumps([value], 5))
     for back in (*archives.unpack(packed), *between):

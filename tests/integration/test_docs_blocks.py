@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {
     "docs/saving.md python": "tests/integration/test_docs_saving.py",
+    "docs/saving-background.md python": "tests/integration/test_docs_saving.py",
+    "docs/saving-state.md python": "tests/integration/test_docs_saving.py",
     "docs/steps.md python 0": "tests/integration/test_steps.py",
     "docs/tutorial.md python 0": "tests/integration/test_tutorial.py",
     "docs/from-python.md python 0": "tests/torchrun/test_functions.py",
@@ -142,7 +144,7 @@ SCRIPTS = {
         "assert path.endswith('step_7.pt') and model.weight.item() == 7\nprint('ran')\n",
         flags=f"{SAVES} --checkpoint-glob step_*.pt",
     ),
-    "docs/failure-report.md python 0": Script(
+    "docs/failure-json.md python 0": Script(
         "import os\nfrom torch.distributed.elastic import timer\nstep = lambda: print('ran')\n",
         "os.environ['TORCHELASTIC_TIMER_FILE']\n",
     ),

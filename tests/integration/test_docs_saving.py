@@ -1,4 +1,4 @@
-"""The code in docs/saving.md runs as it stands there, on two ranks."""
+"""The code in docs/saving*.md runs as it stands there, on two ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests.launching import Launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "saving.md"
-WHOLE, *PARTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("saving.md", "saving-background.md", "saving-state.md")
+TEXT = "".join((DOCS / page).read_text() for page in PAGES)
+WHOLE, *PARTS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 AROUND = """
 import torch

@@ -37,7 +37,7 @@ class Hang(Struct, frozen=True):
     stacks: StacksTaken
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data (docs/failure-report.md)."""
+        """Return it as JSON-able data (docs/failure-json.md)."""
         return {
             "ranks": list(self.seen.ranks),
             "reason": self.seen.reason,
@@ -122,7 +122,7 @@ class Failure(Struct, frozen=True):
         return bool(self.message or self.explanation.code) and not self.explanation.victim
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-able data, a worker of docs/failure-report.md."""
+        """Return it as JSON-able data, a worker of docs/failure-json.md."""
         end, error = self.exit, self.error
         return {
             "rank": end.rank,

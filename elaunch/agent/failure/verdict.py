@@ -175,7 +175,7 @@ class FailureReport(Struct, frozen=True):
         return None if resumed is None or at is None or at < resumed.step else at - resumed.step
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able data, schema 1 of docs/failure-report.md."""
+        """Return the report as JSON-able data, schema 1 of docs/failure-json.md."""
         return {
             "schema": SCHEMA,
             "name": self.name,

@@ -54,7 +54,7 @@ class Scene(Struct, frozen=True):
         return "" if self.culprit is None else self.culprit.sentence
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON-able data (docs/failure-report.md)."""
+        """Return it as JSON-able data (docs/failure-json.md)."""
         stacks = [group.to_dict() for group in self.groups]
         return {"collectives": self.sentence or None, "stacks": stacks}
 

@@ -1,6 +1,6 @@
 """``elaunch stacks`` and ``elaunch profile``: where the workers of a running job are.
 
-docs/status.md.
+docs/stacks.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DURATION: Final = re.compile(r"(\d{1,5})(s|m|)", re.ASCII)
 @click.option(
     "--locals", "values", is_flag=True, help="Show the variables of the frames, too; needs py-spy."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/stacks.md).")
 @places.options
 def stacks(run: str | None, native: bool, values: bool, as_json: bool, **place: str | None) -> int:
     """Show the Python stacks of all ranks of RUN, on all its nodes.

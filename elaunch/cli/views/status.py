@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command("status", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status-json.md).")
 @click.option("--watch", "watching", is_flag=True, help="Follow until the run ends.")
 @click.option(
     "--interval",
@@ -93,7 +93,7 @@ def status(
 
 @click.command("runs")
 @click.argument("verb", default="ls", metavar="[ls]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/status-json.md).")
 @click.option(
     "--all", "everything", is_flag=True, help="List every kept run, also those of other hosts."
 )

@@ -19,7 +19,7 @@ from elaunch.errors import RunDirError, UsageError
 @click.command("why", context_settings={"token_normalize_func": places.normal})
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="Show this round.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/failure-report.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/failure-json.md).")
 @places.options
 def why(run: str | None, number: int | None, as_json: bool, **place: str | None) -> None:
     """Show why RUN failed: its newest failed round, which rank caused it, and what to do.

@@ -203,7 +203,7 @@ MEETING = (
             show=rdzvconf.masked,
         ),
         "",
-        "More settings of the rendezvous (docs/torchrun.md).",
+        "More settings of the rendezvous (docs/flags.md).",
     ),
     Flag(
         "node-rank",
