@@ -1,4 +1,4 @@
-"""What docs/failures.md quotes, held to what the tests that its rows name really print.
+"""What docs/failures.md quotes, held to what the tests of its rows really print.
 
 A quoted line is an example: its numbers, names of nodes and addresses, and what is left out differ
 from run to run. Its words have to be in what a process of the test has printed; what the row says
@@ -18,6 +18,8 @@ from elaunch.views.read import read
 ANY: Final = r"[\s\S]{0,300}?"
 """What stands for a number, a name, an address, a list of them, or for what is left out."""
 PAGE: Final = Path(__file__).parent.parent / "docs" / "failures.md"
+TESTS: Final = Path(__file__).parent / "failures.txt"
+"""The first cell of each row, and, indented below it, the tests that hold the row."""
 _NAMED: Final = re.compile(r"`([^`:]+?)?(?:::(\w+)(\[[^\]`]*\])?)?`")
 _VARIABLE: Final = re.compile(r"…|(?:\b(?:[\w./-]*\d[\w.:/-]*|SIG\w+)(?: \([^)]*\))?(?:, |,…)?)+")
 _END: Final = re.compile(r"exited with code \d+")
@@ -26,14 +28,21 @@ _PLURAL: Final = re.compile(r"\b(worker|node|round|rank|restart)s?\b")
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of each row of the page's tables."""
+    """Return the cells of each row of the page's tables, and after them the row's tests."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in re.split(r" \|(?= |$)", line[2:])][:-1] for line in lines]
-    return [row for row in cells if row[0] != "what fails"]
+    tests = tests_of_rows()
+    return [[*row, tests.get(row[0], "")] for row in cells if row[0] != "what fails"]
+
+
+def tests_of_rows() -> dict[str, str]:
+    """Return the tests of each row by its first cell."""
+    pairs = re.findall(r"^([^#\s].*)\n {4}(.+)$", TESTS.read_text(), re.MULTILINE)
+    return dict(pairs)
 
 
 def named(cell: str) -> list[tuple[str, str, str]]:
-    """Return file, function and parameters of each test that the last cell of a row names.
+    """Return file, function and parameters of each test that is named for a row.
 
     Those without a path are in tests/integration; "…", or nothing, is the file of the name before.
     Without a function the whole file is meant, without parameters any.

@@ -102,7 +102,7 @@ def test_links_lead_to_headings(page: Path) -> None:
 
 
 def test_the_tests_that_pages_name_exist() -> None:
-    """Pages that promise something name the test that holds it."""
+    """Those of docs/failures.md are in tests/failures.txt (tests/test_failures.py)."""
     named = {
         found
         for page in PAGES
@@ -113,7 +113,7 @@ def test_the_tests_that_pages_name_exist() -> None:
         for file, test in sorted(named)
         if not (ROOT / file).exists() or f"def {test}" not in (ROOT / file).read_text()
     ]
-    assert len(named) > 20 and lost == []
+    assert len(named) > 8 and lost == []
 
 
 def test_every_page_is_in_the_index() -> None:
