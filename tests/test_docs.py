@@ -233,6 +233,13 @@ def test_the_description_of_the_package_has_no_link_into_the_repository() -> Non
     assert [target for target in targets if not re.match(r"https://|#", target)] == []
 
 
+def test_the_pictures_of_the_description_exist() -> None:
+    """They are tags, not links: the package index shows their text instead."""
+    pictures = re.findall(r'<img src="([^"]+)" alt="[^"]{20,}">', (ROOT / "README.md").read_text())
+    assert len(pictures) == 2
+    assert [name for name in pictures if not (ROOT / name).is_file()] == []
+
+
 def test_the_start_page_is_short() -> None:
     """It is read in three minutes."""
     assert len((ROOT / "docs" / "README.md").read_text().split()) <= 500
@@ -252,9 +259,9 @@ def test_every_exit_code_is_documented() -> None:
     assert rows == {str(kind.exit_code): kind.__name__ for kind in kinds}
 
 
-@pytest.mark.parametrize("script", ["api_docs.py", "error_docs.py"])
-def test_a_page_that_is_written_by_a_script_is_up_to_date(script: str) -> None:
-    """docs/api.md says what the docstrings say, docs/errors.md what the catalogue has."""
+@pytest.mark.parametrize("script", ["api_docs.py", "error_docs.py", "docs/chart.py"])
+def test_what_is_written_by_a_script_is_up_to_date(script: str) -> None:
+    """docs/api.md has the docstrings, docs/errors.md the catalogue, the chart docs/bench.md."""
     argv = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

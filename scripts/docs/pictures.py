@@ -1,8 +1,9 @@
-"""Draw the tutorial's pictures: run what docs/tutorial.md says, and keep what the terminal shows.
+"""Draw the pictures: run what docs/tutorial.md says, and keep what the terminal shows.
 
 ``make pictures`` runs it, in some five minutes; ``ONLY="crash hang"`` chooses scenes. The script,
-the line that is put into it and the commands are the page's own blocks. Each command has a terminal
-of 100 columns. Chromium draws the page of the dashboard.
+the line that is put into it and the commands are the page's own blocks; ``failure``, README's
+picture, has a script of four lines. Each command has a terminal of 100 columns. Chromium draws the
+page of the dashboard.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 PICTURES = DOCS / "pictures"
 COLUMNS, ROWS = 100, 40
 PATIENCE = 120.0
-SCENES = ("first", "crash", "fault", "slow", "hang", "nodes", "resume", "dashboard")
+SCENES = ("failure", "first", "crash", "fault", "slow", "hang", "nodes", "resume", "dashboard")
+BOOM = """\
+import os
+
+if os.environ["RANK"] == "1":
+    raise ValueError("bad batch")
+"""
 FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -156,6 +163,13 @@ class Tutorial:
             console.print(Text.from_ansi(shown))
         drawn = console.export_svg(title="", theme=MONOKAI, code_format=FORMAT, unique_id=name)
         (PICTURES / f"{name}.svg").write_text(drawn)
+
+    def failure(self) -> None:
+        """Draw a rank that fails."""
+        (self.place / "boom.py").write_text(BOOM)
+        run = self.type("elaunch run --nproc-per-node 2 boom.py")
+        run.end()
+        self.draw("failure", run)
 
     def first(self) -> None:
         """Draw the first run."""

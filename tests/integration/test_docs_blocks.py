@@ -133,9 +133,6 @@ SCRIPTS = {
     "README.md python 1": Script(
         MODEL, "assert not found and step == 99\nprint('ran')\n", flags=SAVES
     ),
-    "README.md python 2": Script(
-        BATCHES, "assert (step, sampler.epoch) == (4, 0), step\nprint('ran')\n"
-    ),
     "docs/AGENTS.md python 0": Script(
         MODEL, "assert not found and step == 99 and not asked\nprint('ran')\n", flags=SAVES
     ),
