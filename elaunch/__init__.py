@@ -40,6 +40,7 @@ _WHERE = {
     "RunDirError": "elaunch.errors",
     "SamplerError": "elaunch.errors",
     "NotFiniteError": "elaunch.errors",
+    "BitsDifferError": "elaunch.errors",
     "CollectiveError": "elaunch.errors",
     "CollectiveTimeout": "elaunch.errors",
     "PeerLost": "elaunch.errors",

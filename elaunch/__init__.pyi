@@ -1,6 +1,7 @@
 from elaunch.checkpoint.records import Committed as Committed
 from elaunch.checkpoint.records import Keep as Keep
 from elaunch.errorrecord import record as record
+from elaunch.errors import BitsDifferError as BitsDifferError
 from elaunch.errors import CheckpointError as CheckpointError
 from elaunch.errors import CollectiveError as CollectiveError
 from elaunch.errors import CollectiveTimeout as CollectiveTimeout

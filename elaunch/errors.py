@@ -27,6 +27,7 @@
         ├── MetricError         a metric, a progress or a status that cannot be written
         ├── SamplerError        the data order cannot be followed from here; nothing was read
         ├── NotFiniteError      a micro-batch has a loss or a gradient that is not finite
+        ├── BitsDifferError     two ranks computed one micro-batch, and their bits differ
         └── CollectiveError     a call of all ranks was not completed; ``missing`` are ranks
             ├── CollectiveTimeout   not all ranks came before the deadline
             └── PeerLost            a rank has ended, or cannot be reached any more
@@ -198,6 +199,10 @@ class SamplerError(ScriptError, ValueError):
 
 class NotFiniteError(ScriptError, ArithmeticError):
     """A micro-batch has a loss or gradients that are not finite; no weight has changed."""
+
+
+class BitsDifferError(ScriptError, ArithmeticError):
+    """Ranks have computed different bits of one micro-batch; names them. No weight has changed."""
 
 
 class CollectiveError(ScriptError, RuntimeError):

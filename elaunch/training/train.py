@@ -96,6 +96,7 @@ class TrainContext:
         save_every: int | str | None = "auto",
         keep: Keep | None = None,
         on_bad_batch: str = "raise",
+        check: bool | str = False,
         threads: int = 1,
     ) -> Steps:
         """Return the steps of a training whose numbers do not depend on how many ranks compute it.
@@ -132,6 +133,8 @@ class TrainContext:
             keep: as for ``ctx.checkpoint.save``; by default what the flags say, and two by "auto".
             on_bad_batch: whether a micro-batch whose loss or gradients are not finite is an error
                 ("raise"), or is left out on all ranks ("skip"), in ten steps in a row at most.
+            check: have about one micro-batch in a hundred computed by two ranks, and the bits
+                compared: an error where they differ (True), or a warning ("warn").
             threads: of torch on the CPU while the loop runs; other numbers have other bits.
 
         Raises:
@@ -162,6 +165,7 @@ class TrainContext:
             save_every=save_every,
             keep=keep,
             on_bad_batch=on_bad_batch,
+            check=check,
             threads=threads,
         )
         return loop.Steps(self._script, state, options)

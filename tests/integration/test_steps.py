@@ -23,13 +23,13 @@ STEPS = 9
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 has printed: the digest, and the loss of each step, by its number."""
+    """What rank 0 has printed: the digest, and the loss and weights of each step, by its number."""
 
     weights: str
     losses: dict[int, str]
 
     def is_like(self, other: Result) -> bool:
-        """Return whether the weights are the same, and each loss that both have."""
+        """Return whether the weights are the same, and each step that both have."""
         both = self.losses.keys() & other.losses.keys()
         return self.weights == other.weights and all(
             self.losses[step] == other.losses[step] for step in both
@@ -63,13 +63,14 @@ def test_worlds_of_1_to_6_have_the_same_bits(elaunch: Launcher, sizes: tuple[int
 
 
 def test_torchrun_and_a_script_alone_have_them_too(elaunch: Launcher) -> None:
-    """Whatever the number of threads that the launcher sets."""
-    ours = train(elaunch, 2, "micro=4")
-    alone = elaunch.start_command([sys.executable, JOB, "micro=4"]).wait()
+    """Whatever the number of threads that the launcher sets; in bf16, too."""
+    words = ("micro=4", "autocast=bf16")
+    ours = train(elaunch, 2, *words)
+    alone = elaunch.start_command([sys.executable, JOB, *words]).wait()
     assert alone.returncode == 0, alone.stderr
     assert result(alone.stdout) == ours
-    assert train(elaunch, 5, "micro=4") == ours, "two of five ranks compute nothing"
-    command = [*TORCHRUN, "--nproc-per-node=3", JOB, "micro=4"]
+    assert train(elaunch, 5, *words) == ours, "two of five ranks compute nothing"
+    command = [*TORCHRUN, "--nproc-per-node=3", JOB, *words]
     torchrun = elaunch.start_command(command).wait()
     assert torchrun.returncode == 0, torchrun.stderr
     assert result(torchrun.stdout) == ours
@@ -192,6 +193,46 @@ def test_a_bad_micro_batch_is_left_out_by_all_alike(elaunch: Launcher) -> None:
         "NotFiniteError: step 4: not finite: the loss or gradients of micro-batch 7 (samples "
         in (done.stderr)
     )
+
+
+CHECKED = ("samples=500", "batch=120", "until=4", "autocast=bf16")
+"""480 micro-batches, of which some five are compared."""
+
+
+def test_a_check_changes_no_bit(elaunch: Launcher) -> None:
+    """Micro-batches are computed twice, and count once."""
+    plain = train(elaunch, 3, *CHECKED)
+    assert train(elaunch, 3, *CHECKED, "check=yes", "workers=1") == plain
+    assert train(elaunch, 1, *CHECKED, "check=yes") == plain
+
+
+@pytest.mark.parametrize(
+    ("size", "flip", "who"),
+    [
+        (3, "2", r"rank 2 \(host \S+\) computed other bits than the rest, [23] of 5 times"),
+        (2, "1.once", r"rank 1 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
+        (2, "0", r"rank 0 \(host \S+\), rank 1 \(host \S+\) computed different bits, and no maj"),
+        (1, "0.once", r"rank 0 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
+    ],
+)
+def test_a_rank_that_computes_wrong_bits_is_named(
+    elaunch: Launcher, size: int, flip: str, who: str
+) -> None:
+    """By all ranks, with its host, the step, the micro-batch and the samples."""
+    command = ["run", f"--nproc-per-node={size}", *FORK, JOB, *CHECKED, "check=yes"]
+    done = elaunch.run([*command, f"flip={flip}"], env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1
+    what = rf"BitsDifferError: step \d+: micro-batch \d+ \(samples \d+\): {who}"
+    assert re.search(what, done.stderr), done.stderr
+
+
+def test_a_check_may_only_warn(elaunch: Launcher) -> None:
+    """Then the training goes on, and the metrics say in which steps bits differed."""
+    command = ["run", "--nproc-per-node=3", "--rdzv-id=warns", *FORK, JOB, *CHECKED]
+    done = elaunch.run([*command, "check=warn", "flip=2"], env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"rank 2 \(host .*; the step goes on", done.stderr)
+    assert '"differing"' in elaunch.run(["metrics", "warns", "--json"]).stdout
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before, exceptions have no notes")

@@ -23,7 +23,7 @@ def options(**changes: Any) -> Options:
     """Return arguments that are right, but for the changes: ten samples, two leaves in a step."""
     right = dict.fromkeys(["batch", "collate_fn", "keep", "epochs", "save_every"])
     right |= {"dataset": TensorDataset(X), "loader": {}, "until": 5, "last": "drop"}
-    right |= {"on_bad_batch": "raise"}
+    right |= {"on_bad_batch": "raise", "check": False}
     right |= {"global_batch": 4, "micro_batch": 2, "shuffle": True, "seed": 0, "threads": 1}
     return Options(**{**right, **changes})
 

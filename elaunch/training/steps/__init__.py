@@ -10,6 +10,7 @@ order      which samples a step takes, and in which micro-batches; the seeds of 
 feed       the batches of this rank, by a dataset and its loader, or by a function
 tree       the order of a step's sums: one for all numbers of ranks
 gradients  the gradients of one rank's micro-batches, and their sum over all ranks
+check      micro-batches that two ranks compute, and whose bits are compared
 group      the ranks' own process group
 ========== =======================================================================================
 """

@@ -141,6 +141,7 @@ class Steps:
         Raises:
             ContextError: a step was not applied, or its micro-batches were not all computed.
             NotFiniteError: a loss or a gradient is not finite.
+            BitsDifferError: two ranks have computed different bits of a micro-batch.
             PeerLost: another rank is lost.
             SaveError: a checkpoint was not committed.
         """
@@ -160,7 +161,7 @@ class Steps:
                 data = self._order.next(self._progress.position)
                 parts = (self._order, feed, gradients, script.group)
                 skips = options.on_bad_batch == "skip" and self._skipping < MOST_SKIPPING
-                script.step = step = Step(data, *parts, trained.optimizers, skips)
+                script.step = step = Step(data, *parts, trained.optimizers, skips, options.check)
                 yield step
                 self._count(step, self._order.after(data))
                 script.step = None

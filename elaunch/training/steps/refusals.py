@@ -47,6 +47,7 @@ class Options:
     save_every: int | str | None
     keep: Any
     on_bad_batch: str
+    check: bool | str
     threads: int
 
     def order(self) -> Order:
@@ -128,7 +129,7 @@ def check_same(distributed: DistributedContext, state: Mapping[str, Any]) -> Non
 def _facts(trained: Trained, options: Options) -> dict[str, str]:
     """Return what must be the same on all ranks, in words."""
     names = "global_batch micro_batch until epochs last shuffle seed save_every".split()
-    names += ["on_bad_batch", "threads"]
+    names += ["on_bad_batch", "check", "threads"]
     shapes = [(tuple(one.shape), str(one.dtype)) for one in trained.parameters]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     return {
@@ -164,6 +165,8 @@ def _of_arguments(options: Options) -> Iterator[str]:
         yield f'last={options.last!r}: give "drop" or "short"'
     if options.on_bad_batch not in ("raise", "skip"):
         yield f'on_bad_batch={options.on_bad_batch!r}: give "raise" or "skip"'
+    if options.check not in (False, True, "warn"):
+        yield f'check={options.check!r}: give True, False or "warn"'
     every = options.save_every
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if every is not None and every != "auto" and not is_number:

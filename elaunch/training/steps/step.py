@@ -19,19 +19,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from elaunch import text
-from elaunch.errors import ContextError, NotFiniteError
+from elaunch.errors import BitsDifferError, ContextError, NotFiniteError
+from elaunch.training.steps.check import BitCheck
 from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Order, StepData, seed_all
-from elaunch.training.steps.tree import RankPart, Subtree, combine, leaves_of
+from elaunch.training.steps.tree import LeafSum, RankPart, Subtree, combine, leaves_of
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -69,6 +71,7 @@ class Step:
         group: Group | None,
         optimizers: Sequence[Optimizer],
         skips: bool = False,
+        check: bool | str = False,
     ) -> None:
         self.number, self.epoch, self.is_last_of_epoch = data.number, data.epoch, data.is_last
         self.leaf: int | None = None
@@ -79,10 +82,11 @@ class Step:
         self.skipped: set[int] = set()
         self._data, self._order, self._feed = data, order, feed
         self._gradients, self._group, self._optimizers = gradients, group, optimizers
-        self._skips = skips
+        self._skips, self._warns = skips, check == "warn"
+        self._check = BitCheck(data, order.seed, gradients.parameters, group, bool(check))
         places = (order.places(data, leaf) for leaf in range(data.leaves))
         self._weights = [len(place) / order.micro_batch for place in places]
-        self._share = RankPart((), (), 1)
+        self._share, self._sums = RankPart((), (), 1), list[LeafSum]()
         self._given = self._computed = 0
         self._begun = self._is_summed = self._checks = self._is_scaled = False
         self._not_finite: list[int] = []
@@ -98,6 +102,8 @@ class Step:
         Raises:
             NotFiniteError: on all ranks: a micro-batch has a loss or a gradient that is not finite,
                 and is not to be skipped. No weight has changed.
+            BitsDifferError: on all ranks, by ``check=True``: two ranks have computed different bits
+                of a micro-batch. No weight has changed.
         """
         if self._begun:
             raise self._error("micro_batches() is called twice: one loop takes all of them")
@@ -117,12 +123,15 @@ class Step:
         self._given = self._computed = 0
         self._logged.clear()
         self._not_finite.clear()
-        for number, what in enumerate(self._share.sums):
+        seconds = (LeafSum(leaf, -1, True, ()) for leaf in self._check.second())
+        self._sums = [*self._share.sums, *seconds]
+        for number, what in enumerate(self._sums):
             self._given = number + 1
             if what.leaf in self.skipped:
                 self._add(lambda: None)
                 continue
-            batch = self._feed.again(self._data, what.leaf) if again else self._feed.next()
+            is_new = not again and what.slot >= 0
+            batch = self._feed.next() if is_new else self._feed.again(self._data, what.leaf)
             seed_all(self._order.seed, "leaf", self.number, what.leaf)
             self.leaf = what.leaf
             yield batch
@@ -153,7 +162,7 @@ class Step:
         weighted = loss if weight == 1.0 else loss * weight
         scaled = weighted if scaler is None else scaler.scale(weighted)
         self._is_scaled |= scaler is not None
-        self._add(scaled.backward)
+        self._add(partial(self._check.compute, self.leaf, loss, scaled.backward))
 
     def log(self, **values: Any) -> None:
         """Report values with this step; rank 0 writes them, as metrics of group ``training``.
@@ -204,7 +213,7 @@ class Step:
         """Return in words the micro-batch that is fetched or computed, or ""."""
         if self._is_summed or not self._given:
             return ""
-        leaf = self._share.sums[self._given - 1].leaf
+        leaf = self._sums[self._given - 1].leaf
         return f"micro-batch {leaf} of step {self.number} ({self._samples(leaf)})"
 
     def _check_apply(self, optimizers: Sequence[Optimizer]) -> None:
@@ -223,15 +232,20 @@ class Step:
             )
 
     def _log(self, name: str, value: Any) -> None:
-        held = self._logged.setdefault(name, [None] * len(self._share.sums))
+        held = self._logged.setdefault(name, [None] * len(self._sums))
         held[self._given - 1] = value
 
     def _add(self, backward: Callable[[], None]) -> None:
         number, sums = self._computed, self._gradients
-        what = self._share.sums[number]
+        what = self._sums[number]
+        self._computed += 1
+        if what.slot < 0:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            backward()
+            return
         looks = self._checks and (what.begins or sums.holds_finite(number))
         sums.add(number, backward)
-        self._computed += 1
         if looks and not sums.holds_finite(number):
             self._not_finite.append(what.leaf)
 
@@ -241,7 +255,12 @@ class Step:
         All ranks decide alike, by what they have sent each other.
         """
         is_finite = self._gradients.sum_up()
-        own = {name: [_number(one) for one in held] for name, held in self._logged.items()}
+        differing = self._check.differing()
+        if differing is None:
+            return False
+        self._report(differing)
+        count = len(self._share.sums)
+        own = {name: [_number(one) for one in held[:count]] for name, held in self._logged.items()}
         sent = [own, self._gradients.unused(), is_finite, self._not_finite, self._is_scaled]
         everyone = [json.loads(json.dumps(sent))]
         if self._group is not None:
@@ -262,6 +281,20 @@ class Step:
         self.loss = self.metrics[LOSS]
         self._gradients.assign(set.intersection(*(set(unused) for _, unused, *_ in everyone)))
         return True
+
+    def _report(self, differing: Mapping[int, str]) -> None:
+        """Raise an error for what ranks have computed with different bits, or write a warning."""
+        for leaf, who in differing.items():
+            what = f"step {self.number}: micro-batch {leaf} ({self._samples(leaf)}): {who}"
+            if not self._warns:
+                raise BitsDifferError(
+                    f"{what}; no weight has changed. A processor or a memory there is faulty, or "
+                    "what is computed is not deterministic (docs/steps.md says what may be): test "
+                    'that host and leave it out, or go on by steps(…, check="warn")'
+                )
+            if self._group is None or self._group.rank == 0:
+                log.warning("%s; the step goes on", what)
+            self.metrics["differing"] = len(differing)
 
     def _leave_out(self, bad: set[int]) -> None:
         names = ", ".join(f"{leaf} ({self._samples(leaf)})" for leaf in sorted(bad))

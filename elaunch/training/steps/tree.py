@@ -45,7 +45,7 @@ class LeafSum(NamedTuple):
 
     Attributes:
         leaf: its number in the step.
-        slot: the buffer that it is added to.
+        slot: the buffer that it is added to; -1 for none, where it is computed to be compared.
         begins: whether it is the first in the buffer, and replaces what is there.
         merges: the buffers to be summed up afterwards, in this order: each from its number into the
             one below.

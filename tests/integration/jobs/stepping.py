@@ -1,7 +1,9 @@
-"""A training by ``ctx.train.steps``; rank 0 prints the digest of its weights, and its losses.
+"""A training by ``ctx.train.steps``; rank 0 prints the digest of its weights, and its steps.
 
 Arguments, as ``name=value``: what of the training is another than by default; ``kill=STEP`` has the
 last rank kill itself in that step of round 0, ``pause=STEP`` waits there for the end of the job,
+``flip=RANK`` has that rank compute a gradient with a wrong bit, ``flip=RANK.once`` only when it
+computes a micro-batch for the first time,
 ``bad=STEP.LEAF`` has a loss that is not finite, ``raise=STEP.LEAF`` raises there.
 """
 
@@ -37,6 +39,24 @@ class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return x + 0.01 * noise, x.sum(0, keepdim=True).sin()
 
 
+def digest(module: nn.Module) -> str:
+    """Return the digest of its weights."""
+    weights = b"".join(one.detach().numpy().tobytes() for one in module.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def flip(gradient: Tensor) -> Tensor:
+    """Return a gradient with one wrong bit."""
+    place = (step.number, step.leaf)
+    if place in flipped and given["flip"].endswith(".once"):
+        return gradient
+    flipped.add(place)
+    wrong = gradient.clone()
+    wrong.view(torch.int32)[0, 0] ^= 1
+    return wrong
+
+
+flipped: set[tuple[int, int | None]] = set()
 with elaunch.init(announce=False) as ctx:
     rank, size = ctx.distributed.rank, ctx.distributed.size
     torch.manual_seed(0)
@@ -48,14 +68,17 @@ with elaunch.init(announce=False) as ctx:
     loop = ctx.train.steps(
         state,
         Noisy(),
-        global_batch=12,
+        global_batch=int(given.get("batch", "12")),
         micro_batch=int(given.get("micro", "1")),
         until=int(given.get("until", "9")),
         last="short",
         on_bad_batch=given.get("on_bad", "raise"),
+        check={"no": False, "yes": True, "warn": "warn"}[given.get("check", "no")],
         save_every=every if every == "auto" or every is None else int(every),
         loader={"num_workers": int(given.get("workers", "0"))},
     )
+    if given.get("flip", "").partition(".")[0] == str(rank):
+        model[0].weight.register_hook(flip)
     losses = []
     for step in loop:
         for x, y in step.micro_batches():
@@ -71,13 +94,13 @@ with elaunch.init(announce=False) as ctx:
             os.kill(os.getpid(), signal.SIGKILL)
         step.apply(optimizer, clip=0.5)
         schedule.step()
-        losses.append(f"{step.number} {step.loss!r} {step.metrics['most']!r} {step.epoch}")
+        row = f"{step.number} {step.loss!r} {step.metrics['most']!r} {step.epoch}"
+        losses.append(f"{row} {digest(model)}")
         if given.get("pause") == str(step.number):
             print("paused", flush=True)
             while not ctx.preempt.reason:
                 time.sleep(0.01)
     if rank == 0:
-        weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
-        print("weights", hashlib.sha256(weights).hexdigest(), loop.done, loop.preempted, flush=True)
+        print("weights", digest(model), loop.done, loop.preempted, flush=True)
         for line in losses:
             print("loss", line, flush=True)

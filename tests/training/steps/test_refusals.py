@@ -57,6 +57,7 @@ def test_what_is_right_is_taken() -> None:
         ({"seed": "x"}, "seed='x'"),
         ({"last": "pad"}, 'last=\'pad\': give "drop" or "short"'),
         ({"on_bad_batch": "leave"}, 'on_bad_batch=\'leave\': give "raise" or "skip"'),
+        ({"check": "loud"}, "check='loud': give True, False or \"warn\""),
         ({"save_every": 0}, "save_every=0"),
         ({"save_every": "never"}, "save_every='never'"),
         ({"loader": {"batch_size": 3}}, "loader={'batch_size': …}"),
