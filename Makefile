@@ -12,7 +12,7 @@
 #   make matrix  the fast tests, parity and the demo with other versions of torch and Python
 #   make clients  Lightning, Accelerate, Transformers and others under elaunch, a rank of each killed
 #   make docs    the documentation as a site: build/docs; `python3 -m http.server -d build/docs` shows it
-#   make pictures  the pictures of README and docs/tutorial.md, by running what it says
+#   make pictures  the pictures of README and docs/tutorial.md, by running what it says, and the loss curve
 #   make size    lines, files, threads, constants, held to the limits of scripts/size.toml
 #   make clean   remove everything that the other targets made
 #

@@ -1,9 +1,9 @@
 """Draw the pictures: run what docs/tutorial.md says, and keep what the terminal shows.
 
-``make pictures`` runs it, in some five minutes; ``ONLY="crash hang"`` chooses scenes. The script,
+``make pictures`` runs it, in some ten minutes; ``ONLY="crash hang"`` chooses scenes. The script,
 the line that is put into it and the commands are the page's own blocks; ``failure``, README's
 picture, has a script of four lines. Each command has a terminal of 100 columns. Chromium draws the
-page of the dashboard.
+page of the dashboard, curve.py the curve of the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 PICTURES = DOCS / "pictures"
 COLUMNS, ROWS = 100, 40
 PATIENCE = 120.0
-SCENES = ("failure", "first", "crash", "fault", "slow", "hang", "nodes", "resume", "dashboard")
+SCENES = (
+    "failure",
+    "first",
+    "crash",
+    "fault",
+    "slow",
+    "hang",
+    "nodes",
+    "resume",
+    "curve",
+    "dashboard",
+)
 BOOM = """\
 import os
 
@@ -242,6 +253,10 @@ class Tutorial:
         tomorrow = self.type(line)
         tomorrow.end()
         self.draw("resume", today, tomorrow)
+
+    def curve(self) -> None:
+        """Draw the loss of a training, undisturbed and with kills."""
+        subprocess.run([sys.executable, Path(__file__).with_name("curve.py")], check=True)
 
     def dashboard(self) -> None:
         """Draw the page of a run that goes on after a crash."""

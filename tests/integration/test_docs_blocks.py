@@ -183,6 +183,15 @@ SCRIPTS = {
         "ctx.close()\nassert step == 99\nprint('ran')\n",
         flags=SAVES,
     ),
+    "docs/tutorial.md py 0": Script(
+        STEPS
+        + "with elaunch.init() as ctx:\n"
+        + "    state = {'model': model, 'optimizer': optimizer}\n",
+        "assert loop.preempted and loop.done\nprint('ran')\n",
+        inside=True,
+        flags=SAVES,
+        code=75,
+    ),
     "docs/tutorial.md python 1": Script("import time\nrank = 2\nif True:\n", inside=True),
     "docs/from-python.md python 1": Script(
         "import asyncio, elaunch\nfrom elaunch.torchrun import LaunchConfig, elastic_launch\n"

@@ -207,20 +207,25 @@ def test_a_check_changes_no_bit(elaunch: Launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "flip", "who"),
+    ("size", "fault", "who"),
     [
-        (3, "2", r"rank 2 \(host \S+\) computed other bits than the rest, [23] of 5 times"),
-        (2, "1.once", r"rank 1 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
-        (2, "0", r"rank 0 \(host \S+\), rank 1 \(host \S+\) computed different bits, and no maj"),
-        (1, "0.once", r"rank 0 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
+        (3, "spoil=2", r"rank 2 \(host \S+\) computed other bits than the rest, [23] of 5 times"),
+        (3, "flip=2", r"rank 2 \(host \S+\) computed other bits than the rest, [23] of 5 times"),
+        (2, "flip=1.once", r"rank 1 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
+        (
+            2,
+            "flip=0",
+            r"rank 0 \(host \S+\), rank 1 \(host \S+\) computed different bits, and no maj",
+        ),
+        (1, "flip=0.once", r"rank 0 \(host \S+\) computed other bits than the rest, 1 of 4 times"),
     ],
 )
 def test_a_rank_that_computes_wrong_bits_is_named(
-    elaunch: Launcher, size: int, flip: str, who: str
+    elaunch: Launcher, size: int, fault: str, who: str
 ) -> None:
     """By all ranks, with its host, the step, the micro-batch and the samples."""
     command = ["run", f"--nproc-per-node={size}", *FORK, JOB, *CHECKED, "check=yes"]
-    done = elaunch.run([*command, f"flip={flip}"], env={"OMP_NUM_THREADS": "1"})
+    done = elaunch.run([*command, fault], env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1
     what = rf"BitsDifferError: step \d+: micro-batch \d+ \(samples \d+\): {who}"
     assert re.search(what, done.stderr), done.stderr
@@ -271,6 +276,30 @@ def test_the_example_keeps_its_promise(elaunch: Launcher) -> None:
     assert done.returncode == 0, done.stderr
     assert "goes on after step" in done.stdout
     assert done.stdout.splitlines()[-1] == digest
+
+
+def test_the_transformer_has_one_digest(elaunch: Launcher) -> None:
+    """On one rank and on three."""
+    script = Path(__file__).parents[2] / "examples" / "chars_steps.py"
+    alone = elaunch.start_command([sys.executable, script, "--steps=3"]).wait()
+    assert alone.returncode == 0, alone.stderr
+    digest = alone.stdout.splitlines()[-1]
+    assert digest.startswith("3 steps: ")
+    done = elaunch.run(["run", "--nproc-per-node=3", *FORK, script, "--steps=3"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == digest
+
+
+@pytest.mark.trial
+def test_kills_do_not_show_in_the_curve(elaunch: Launcher) -> None:
+    """Of examples/chars_steps.py: what draws the curve of the page compares all bits."""
+    script = Path(__file__).parents[2] / "scripts" / "docs" / "curve.py"
+    picture = elaunch.directory / "curve.svg"
+    words = ["--steps=60", "--every=5", "--ranks=3", f"--out={picture}"]
+    done = elaunch.start_command([sys.executable, script, *words]).wait(500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^60 steps: \w+, [1-9]\d* kills, the same bits", done.stdout, re.MULTILINE)
+    assert picture.read_text().count("<polyline") == 2
 
 
 def test_the_script_of_the_page_runs(elaunch: Launcher) -> None:

@@ -3,7 +3,7 @@
 Arguments, as ``name=value``: what of the training is another than by default; ``kill=STEP`` has the
 last rank kill itself in that step of round 0, ``pause=STEP`` waits there for the end of the job,
 ``flip=RANK`` has that rank compute a gradient with a wrong bit, ``flip=RANK.once`` only when it
-computes a micro-batch for the first time,
+computes a micro-batch for the first time, ``spoil=RANK`` changes a weight there after step 1,
 ``bad=STEP.LEAF`` has a loss that is not finite, ``raise=STEP.LEAF`` raises there.
 """
 
@@ -93,6 +93,8 @@ with elaunch.init(announce=False) as ctx:
         if ctx.info.round == 0 and given.get("kill") == str(step.number) and rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         step.apply(optimizer, clip=0.5)
+        if given.get("spoil") == str(rank) and step.number == 1:
+            model[0].weight.data += 0.1
         schedule.step()
         row = f"{step.number} {step.loss!r} {step.metrics['most']!r} {step.epoch}"
         losses.append(f"{row} {digest(model)}")
