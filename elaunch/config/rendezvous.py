@@ -204,10 +204,14 @@ def _settings(
     )
 
 
+def default_heartbeat(most: int) -> float:
+    """Return the ``heartbeat_timeout`` of a job of at most so many nodes."""
+    return RendezvousSettings.heartbeat_timeout * (2 if most > MANY_NODES else 1)
+
+
 def _heartbeat_timeout(answers: Answers, shortest: float) -> float:
-    conf = answers[_CONF]
-    key, many = "heartbeat_timeout", answers["nnodes"][1] > MANY_NODES
-    found = rdzvconf.seconds(conf, key, RendezvousSettings.heartbeat_timeout * (1 + many))
+    conf, key = answers[_CONF], "heartbeat_timeout"
+    found = rdzvconf.seconds(conf, key, default_heartbeat(answers["nnodes"][1]))
     if key not in conf and {"keep_alive_interval", "keep_alive_max_attempt"} & set(conf):
         key = "keep_alive_interval times keep_alive_max_attempt"
         interval = rdzvconf.seconds(conf, "keep_alive_interval", 5.0)
