@@ -14,34 +14,53 @@
 #   make docs    the documentation as a site: build/docs; `python3 -m http.server -d build/docs` shows it
 #   make pictures  the pictures of README and docs/tutorial.md, by running what it says, and the loss curve
 #   make size    lines, files, threads, constants, held to the limits of scripts/size.toml
-#   make clean   remove everything that the other targets made
+#   make clean   remove everything that the other targets made, but for the newest torch in ~/.cache
 #
 # PYTHON=python3.12 chooses the interpreter of the virtual environment.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SETUP := setup.cfg pyproject.toml constraints.txt scripts/setup-venv.sh
-# The name holds a digest of all that decides what is installed, and of the place, which the
-# environment's own scripts contain: nothing is installed again until one of these changes.
-STAMP := $(VENV)/.installed-$(shell { cat $(SETUP); pwd; $(PYTHON) -V; } 2>&1 | cksum | cut -d' ' -f1)
+# The names hold digests: of the place, which the environment's own scripts contain, and of Python;
+# and of all that decides what is installed. Nothing is made again until one of these changes.
+MADE := $(VENV)/.made-$(shell { pwd; $(PYTHON) -VV; } 2>&1 | cksum | cut -d' ' -f1)
+STAMP := $(MADE)-$(shell cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 # Most of the time a test of processes waits for one of them: six for each of two cores.
 # Tests rewritten for their assertions are kept, or each process of pytest rewrites all of them.
 # No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 12 --dist worksteal
 
-.PHONY: demo test trials gpu lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv
+.PHONY: demo test trials gpu lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv ready system newest
 
 venv: $(STAMP)
 
-$(STAMP):
-	scripts/setup-venv.sh $(PYTHON) $(VENV) $(STAMP)
+$(MADE):
+	scripts/setup-venv.sh $(PYTHON) $(VENV)
+	touch $@
+
+$(STAMP): $(MADE)
+	@echo "Installing into $(VENV): torch and the tools of constraints.txt; this takes minutes once."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[test,dev,examples]'
+	# By all cores, which pip does not. CI compiles what it imports, a third of it, as it does so.
+	$(if $(CI),,-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib)
+	rm -f $(MADE)-*
+	touch $@
+
+# All that the tests need. With -j 3 apt, pip, and pip for the newest torch work beside each other.
+ready: $(STAMP) system newest
+
+system:
+	scripts/setup-system.sh
+
+newest: $(MADE) system
+	$(BIN)/python scripts/newest.py --install
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP)
-	scripts/setup-system.sh
+test:
+	@$(MAKE) --no-print-directory -j 3 ready
 	# The tests start elaunch a thousand times; where Python may not write bytecode, it is here.
 	$(BIN)/python -m compileall -q elaunch
 	# Beside the newest torch's part, which is shown at the end: half of the time tests wait.

@@ -27,6 +27,8 @@ else
     echo "Missing Debian packages, and no right to install them:$missing" >&2
     exit 0
 fi
-$as_root apt-get update -q
-# shellcheck disable=SC2086  # a list of words
-$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $missing
+# One apt at a time: setup-venv.sh may install Python's venv module meanwhile. What packages start
+# would inherit the lock without -o.
+# shellcheck disable=SC2086  # lists of words
+flock -o "$here" $as_root sh -c "apt-get update -q &&
+    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $missing"

@@ -1,14 +1,11 @@
 #!/bin/sh
-# Make the virtual environment of this checkout: setup-venv.sh PYTHON DIRECTORY STAMP
+# Make the virtual environment of this checkout, without any packages: setup-venv.sh PYTHON DIRECTORY
 #
-# An environment that is already there is brought up to date, unless it was made for another place
-# or another Python. STAMP is created last, so that an interrupted run is done again.
+# One that is already there is removed.
 set -eu
 
-python=$1 venv=$2 stamp=$3
-here=$(cd "$(dirname "$0")/.." && pwd)
-cd "$here"
-origin="$here $($python -c 'import sys; print(sys.version.replace(chr(10), " "))')"
+python=$1 venv=$2
+cd "$(dirname "$0")/.."
 
 $python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
     echo "elaunch needs Python 3.10 or newer; $python is $($python -V 2>&1)." >&2
@@ -33,7 +30,8 @@ create() {
         rm -rf "$tool"
     fi
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy python3-venv
+        flock -o scripts sh -c \
+            'apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy python3-venv'
         $python -m venv "$venv" && return
     fi
     echo "No virtual environment could be made with $python. On Debian or Ubuntu:" >&2
@@ -41,13 +39,4 @@ create() {
     exit 1
 }
 
-if [ "$(cat "$venv/.origin" 2>/dev/null)" != "$origin" ]; then
-    create
-    echo "$origin" > "$venv/.origin"
-fi
-
-echo "Installing into $venv: torch and the tools of constraints.txt; this takes minutes once."
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    -c constraints.txt -e '.[test,dev,examples]'
-rm -f "$venv"/.installed-*
-touch "$stamp"
+create
