@@ -46,7 +46,7 @@ def test_two_runs_of_the_tutorial_do_not_clash(elaunch: Launcher, tmp_path: Path
     script.write_text(TUTORIAL)
     saved = [tmp_path / f"saved-{name}" for name in "AB"]
     runs = [
-        elaunch.start(["run", *SPAWN, "--nproc-per-node=2", f"--run-id={name}", script, go, mine])
+        elaunch.start(["run", *FORK, "--nproc-per-node=2", f"--run-id={name}", script, go, mine])
         for name, mine in zip("AB", saved, strict=True)
     ]
     wait_until(lambda: all(mine.exists() for mine in saved), what="both have saved")
@@ -66,13 +66,13 @@ def test_files_left_in_the_private_directory_are_pointed_out(
     script.write_text(TUTORIAL)
     (tmp_path / "go").touch()
     words = [script, tmp_path / "go", tmp_path / "mine", "keep"]
-    done = elaunch.run(["run", *SPAWN, "--run-id=K", *words])
+    done = elaunch.run(["run", *FORK, "--run-id=K", *words])
     (line,) = (each for each in agent_lines(done.stderr) if "TMPDIR" in each)
     left = Path(line.rpartition(", ")[2])
     assert (left / "model.checkpoint").read_text() == "K"
     (left / "model.checkpoint").unlink()
     left.rmdir()
-    shown = ["run", *SPAWN, "--tmp", "shared", *act(SPAWN, "show=TMPDIR", nproc=1)[3:]]
+    shown = ["run", *FORK, "--tmp", "shared", *act(FORK, "show=TMPDIR", nproc=1)[3:]]
     assert "0.0 TMPDIR=None" in elaunch.run(shown).stdout
 
 
@@ -119,7 +119,7 @@ def test_an_error_before_the_first_worker_is_in_the_record(
             flags = ["--nnodes=1"]
             env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
         flags.append(f"--rdzv-id={case}")
-        done = elaunch.start(act(SPAWN, "exit=0", nproc=1, flags=flags), env=env).wait()
+        done = elaunch.start(act(FORK, "exit=0", nproc=1, flags=flags), env=env).wait()
     record = json.loads(elaunch.run(["status", case, "--json"]).stdout)
     assert done.returncode != 0
     assert (record["state"], record["exit_code"]) == ("FAILED", done.returncode), record["reason"]
@@ -136,7 +136,7 @@ def test_a_report_that_the_file_system_never_takes(elaunch: Launcher, tmp_path: 
         "os.mkfifo(os.path.join(run, '.failure-0.json.new'))\n"
         "sys.exit(3)\n"
     )
-    done = elaunch.run(["run", *SPAWN, "--run-id=pipe", script])
+    done = elaunch.run(["run", *FORK, "--run-id=pipe", script])
     assert done.returncode == 3
     assert "failure-0.json: the file system does not answer for 2 s; going on" in done.stderr
     assert json.loads(elaunch.run(["status", "pipe", "--json"]).stdout)["state"] == "FAILED"
@@ -174,7 +174,7 @@ def test_a_server_whose_imports_hang(elaunch: Launcher, tmp_path: Path, first: b
 def test_the_exit_code_stands_once_it_is_known(elaunch: Launcher) -> None:
     """A signal that comes while the command ends does not replace the failed worker's code."""
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03):
-        running = elaunch.start(act(SPAWN, "exit=5", nproc=1))
+        running = elaunch.start(act(FORK, "exit=5", nproc=1))
         running.wait_for_line(r"exited with code 5; --max-restarts is 0", stream="stderr")
         time.sleep(delay)
         running.send_signal(signal.SIGTERM)
@@ -190,7 +190,7 @@ def test_the_users_signal_shortens_the_siblings_grace(elaunch: Launcher, tmp_pat
         "--run-id=hurried",
     ]
     words = ["stubborn", f"meet={tmp_path}", "1:exit=7", "wait"]  # nobody fails before both are
-    running = elaunch.start(act(SPAWN, *words, flags=flags))
+    running = elaunch.start(act(FORK, *words, flags=flags))
     running.wait_for_line(r"stopping the other 1 worker", stream="stderr")
     running.send_signal(signal.SIGTERM)
     done = running.wait()
@@ -253,17 +253,17 @@ def test_a_directory_without_anything_known_is_pointed_out(
     saves = tmp_path / "saves"
     saves.mkdir()
     (saves / "step_10.pt").write_bytes(b"")
-    done = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    done = elaunch.run(act(FORK, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
     assert done.returncode == 0
     assert f"no checkpoint is recognised among 1 entry of {saves}" in done.stderr
     assert "--checkpoint-glob" in done.stderr
     (saves / ".metadata").write_bytes(b"")
-    done = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    done = elaunch.run(act(FORK, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
     assert "dcp.save wrote into it; save each step into a new directory below it" in done.stderr
     assert "--checkpoint-glob" not in done.stderr
     (saves / "step_10.pt").unlink()
     (saves / "run.json").write_text('{"schema": 1, "run_id": "", "given": false, "created": 0}')
-    again = elaunch.run(act(SPAWN, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
+    again = elaunch.run(act(FORK, "say=up", nproc=1, flags=[f"--checkpoint-dir={saves}"]))
     assert (again.returncode, "recognised" in again.stderr) == (0, False), again.stderr
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.integration.jobs import SPAWN
+from tests.integration.jobs import FORK
 from tests.launching import Launcher, wait_until
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_restart_of_many_workers(
     place, logs, script = tmp_path / "place", tmp_path / "logs", tmp_path / "job.py"
     place.mkdir()
     script.write_text(SCRIPT)
-    flags = [*SPAWN, f"--nproc-per-node={WORKERS}", "--max-restarts=1", f"--log-dir={logs}"]
+    flags = [*FORK, f"--nproc-per-node={WORKERS}", "--max-restarts=1", f"--log-dir={logs}"]
     running = elaunch.start(["run", *flags, "--tee=3", script, place])
     wait_until(lambda: len(list(place.iterdir())) == WORKERS)
     with hang(logs):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import ACT, SPAWN
+from tests.integration.jobs import ACT, FORK
 from tests.integration.nodes import DEADLINE, Build, Job, end, wait_for_worker, wait_until_said
 from tests.integration.test_restart import shown
 from tests.integration.watching import act
@@ -27,7 +27,7 @@ def test_the_directory_is_made(elaunch: Launcher) -> None:
         "--checkpoint-keep-last=2",
         "--checkpoint-keep-best=acc:max",
     ]
-    done = elaunch.run(act(SPAWN, *words, nproc=1, flags=flags))
+    done = elaunch.run(act(FORK, *words, nproc=1, flags=flags))
     assert (done.returncode, os.listdir(elaunch.directory / "new" / "ck")) == (0, [])
     told = shown(done.stdout)[0, 0]
     assert told["ELAUNCH_CHECKPOINT_DIR"] == str(elaunch.directory / "new" / "ck")
@@ -55,7 +55,7 @@ def test_what_cannot_be_ends_the_job_before_it_begins(
     flags = ["--run-id=refused", "--nproc-per-node=1", flag, "--exit-codes=torchrun"]
     error_file = elaunch.directory / "error.json"
     env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-    done = elaunch.run(["run", *SPAWN, *flags, ACT, "r0:exit=0"], env=env)
+    done = elaunch.run(["run", *FORK, *flags, ACT, "r0:exit=0"], env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"elaunch: error: {problem}" in done.stderr and done.stderr.count(problem) == 1
     record = json.loads(elaunch.run(["status", "--json", "refused"]).stdout)
@@ -68,7 +68,7 @@ def test_what_cannot_be_ends_the_job_before_it_begins(
 def test_the_dry_run_makes_nothing(elaunch: Launcher) -> None:
     """It says what would be kept."""
     flags = ["--dry-run", "--checkpoint-dir=new/ck", "--checkpoint-keep-last=2"]
-    done = elaunch.run(act(SPAWN, nproc=1, flags=flags))
+    done = elaunch.run(act(FORK, nproc=1, flags=flags))
     assert done.returncode == 0 and not (elaunch.directory / "new").exists()
     assert "the newest 2" in done.stdout
 

@@ -33,12 +33,10 @@ kill=SIGNAL        send a signal to this process
 """
 
 import os
-import pickle
 import re
 import signal
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["ELAUNCH_ROUND"])
@@ -138,6 +136,9 @@ def ckpt(directory):
 
 
 def write_checkpoint(directory, step):
+    import pickle  # a third of what the other actions cost
+    import zipfile
+
     path = Path(directory) / f"step_{step}.pt"
     with zipfile.ZipFile(path.with_suffix(".tmp"), "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"step": step}))
