@@ -2,6 +2,7 @@
 #
 #   make demo    train on real data, kill a worker in the middle, show what it cost
 #   make test    every test but the trials; some of them with the newest torch, too
+#   make ready   install what the tests need: packages, programs, the newest torch
 #   make trials  the long ones: kills at random moments, launchers times sizes, the other store
 #   make gpu     the tests that need a GPU and NCCL
 #   make lint    format, lint, types, size
