@@ -64,7 +64,7 @@ def test_the_agent_is_killed(elaunch: Launcher, method: Method, place: Path) -> 
 
 def test_the_agents_process_group_is_killed(elaunch: Launcher, place: Path) -> None:
     """As a job control shell or a batch system does it."""
-    running = start_families(elaunch, SPAWN, place, "wait")
+    running = start_families(elaunch, FORK, place, "wait")
     os.killpg(running.pid, signal.SIGKILL)
     wait_until_gone(elaunch)
 
@@ -225,7 +225,7 @@ def test_the_old_tree_is_dead_before_the_next_round(elaunch: Launcher, place: Pa
     """A worker of round 1 finds no process of round 0."""
     flags = ["--max-restarts=1", "--sibling-grace=0.3"]
     words = [f"meet={place}", "1r0:exit=7", "r0:wait"]
-    running = start_families(elaunch, SPAWN, place, *words, flags=flags)
+    running = start_families(elaunch, FORK, place, *words, flags=flags)
     done = running.wait()
     assert done.returncode == 0
     assert "round=1" in done.stdout
@@ -250,7 +250,7 @@ def test_a_stubborn_sibling_is_killed_after_its_grace(
 def test_a_sibling_that_saves_has_the_time(elaunch: Launcher, place: Path) -> None:
     """It is told by SIGTERM when the other one fails."""
     words = [f"0:save={place}/saved,0.3", f"meet={place}", "1:exit=5", "wait"]
-    assert elaunch.run(act(SPAWN, *words)).returncode == 5
+    assert elaunch.run(act(FORK, *words)).returncode == 5
     assert (place / "saved").read_text() == "saved"
 
 
@@ -258,7 +258,7 @@ def test_a_stopped_worker_takes_its_signal(elaunch: Launcher, place: Path) -> No
     """It is continued for it; the grace is not waited for."""
     words = [f"meet={place}", "0:say=up", f"1:until={place}/go", "1:exit=5", "wait"]
     running = elaunch.start(
-        act(SPAWN, *words, flags=["--sibling-grace=300", "--shutdown-timeout=300"])
+        act(FORK, *words, flags=["--sibling-grace=300", "--shutdown-timeout=300"])
     )
     (pid,) = wait_for_workers(running, nproc=1)
     os.kill(pid, signal.SIGSTOP)
@@ -269,7 +269,7 @@ def test_a_stopped_worker_takes_its_signal(elaunch: Launcher, place: Path) -> No
 
 def test_a_worker_that_was_stopped_and_continued_goes_on(elaunch: Launcher, place: Path) -> None:
     """Stopping is no failure."""
-    running = elaunch.start(act(SPAWN, "say=up", f"until={place}/go", nproc=1))
+    running = elaunch.start(act(FORK, "say=up", f"until={place}/go", nproc=1))
     (pid,) = wait_for_workers(running, nproc=1)
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: state_of(pid) == "T")
@@ -293,7 +293,7 @@ def test_an_agent_that_was_stopped_and_continued_goes_on(elaunch: Launcher, plac
 
 def test_a_process_that_forks_all_the_time_is_caught(elaunch: Launcher, place: Path) -> None:
     """Every 5 ms a new one, in the moment of the sweep."""
-    running = elaunch.start(act(SPAWN, "bomb", "say=up", f"until={place}/go", "exit=4", nproc=1))
+    running = elaunch.start(act(FORK, "bomb", "say=up", f"until={place}/go", "exit=4", nproc=1))
     wait_for_workers(running, nproc=1)
     (place / "go").touch()
     assert running.wait().returncode == 4
@@ -303,7 +303,7 @@ def test_a_process_that_forks_all_the_time_is_caught(elaunch: Launcher, place: P
 def test_one_of_many_workers_fails(elaunch: Launcher, count: int) -> None:
     """At once, while others are still being started; all are gone."""
     flags = ["--sibling-grace=300"]
-    done = elaunch.run(act(SPAWN, "7:exit=9", "wait", nproc=count, flags=flags))
+    done = elaunch.run(act(FORK, "7:exit=9", "wait", nproc=count, flags=flags))
     assert done.returncode == 9
     assert f"stopping the other {count - 1} workers" in done.stderr
 
@@ -332,7 +332,7 @@ def test_the_timeout_is_the_workers_and_their_childrens_together(
 ) -> None:
     """A worker takes most of it to save and leaves a child that ignores SIGTERM."""
     words = [f"family={place}", f"save={place}/saved,5", "say=up", "wait"]
-    running = elaunch.start(act(SPAWN, *words, nproc=1, flags=["--shutdown-timeout=8"]))
+    running = elaunch.start(act(FORK, *words, nproc=1, flags=["--shutdown-timeout=8"]))
     wait_for_workers(running, nproc=1)
     clock = Clock()
     running.send_signal(signal.SIGTERM)
@@ -344,7 +344,7 @@ def test_the_timeout_is_the_workers_and_their_childrens_together(
 def test_sigint_twice_kills_at_once(elaunch: Launcher, place: Path) -> None:
     """Whatever the time was meant to be."""
     flags = ["--shutdown-timeout=300"]
-    running = start_families(elaunch, SPAWN, place, "stubborn", "say=deaf", "wait", flags=flags)
+    running = start_families(elaunch, FORK, place, "stubborn", "say=deaf", "wait", flags=flags)
     running.wait_for_line("deaf rank=0")
     running.wait_for_line("deaf rank=1")
     running.send_signal(signal.SIGINT)
@@ -355,7 +355,7 @@ def test_sigint_twice_kills_at_once(elaunch: Launcher, place: Path) -> None:
 
 def test_sigint_twice_kills_what_the_workers_left_at_once(elaunch: Launcher, place: Path) -> None:
     """The workers themselves had ended at the first one."""
-    running = start_families(elaunch, SPAWN, place, "wait", flags=["--shutdown-timeout=300"])
+    running = start_families(elaunch, FORK, place, "wait", flags=["--shutdown-timeout=300"])
     pids = wait_for_workers(running)
     running.send_signal(signal.SIGINT)
     wait_until(lambda: not {*pids} & {*elaunch.leftovers()}, what="both workers have ended")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SPAWN
+from tests.integration.jobs import FORK
 from tests.integration.watching import act, wait_for_workers
 from tests.launching import Launcher, without_waits
 
@@ -36,7 +36,7 @@ def out(rank: int) -> re.Pattern[str]:
 
 def test_by_default_all_is_shown_and_kept(elaunch: Launcher) -> None:
     """Unprefixed on the console; the files are in the run directory."""
-    done = elaunch.run(act(SPAWN, *SPEAK))
+    done = elaunch.run(act(FORK, *SPEAK))
     for rank, line in enumerate(own_lines(done.stdout)):
         assert out(rank).fullmatch(line)
     assert own_lines(done.stderr) == ["oops", "oops"]
@@ -47,7 +47,7 @@ def test_by_default_all_is_shown_and_kept(elaunch: Launcher) -> None:
 def test_redirected_streams_are_in_the_files_only(elaunch: Launcher, tmp_path: Path) -> None:
     """-r 3; the layout is torchrun's."""
     flags = ["-r", "3", f"--log-dir={tmp_path}/logs", "--rdzv-id", "a job/1"]
-    done = elaunch.run(act(SPAWN, *SPEAK, flags=flags))
+    done = elaunch.run(act(FORK, *SPEAK, flags=flags))
     assert (done.stdout, own_lines(done.stderr)) == ("", [])
     found = logs(tmp_path / "logs")
     assert sorted(found) == [
@@ -64,7 +64,7 @@ def test_a_template_for_the_prefix(elaunch: Launcher) -> None:
     """torchrun's flag wins over its variable."""
     name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
     flags = ["--tee=2", "--log-line-prefix-template", "${hostname}:${rank}: "]
-    named = elaunch.run(act(SPAWN, *SPEAK, flags=flags), env={name: "<${role_name}> "})
+    named = elaunch.run(act(FORK, *SPEAK, flags=flags), env={name: "<${role_name}> "})
     host = socket.gethostname()
     assert own_lines(named.stderr) == [f"{host}:0: oops", f"{host}:1: oops"]
     assert all(out(rank).fullmatch(line) for rank, line in enumerate(own_lines(named.stdout)))
@@ -73,11 +73,11 @@ def test_a_template_for_the_prefix(elaunch: Launcher) -> None:
 def test_no_files_at_all(elaunch: Launcher, tmp_path: Path) -> None:
     """--log-dir /dev/null: what would only be in a file is shown instead; errors still report."""
     words = [*SPEAK, f"meet={tmp_path}", "1:exit=3", "wait"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--log-dir=/dev/null"]))
+    done = elaunch.run(act(FORK, *words, flags=["--log-dir=/dev/null"]))
     assert done.returncode == 3
     assert len([line for line in done.stdout.splitlines() if "out rank=" in line]) == 2
     assert not list(elaunch.directory.rglob("*.log"))
-    done = elaunch.run(act(SPAWN, *SPEAK, flags=["--log-dir=/dev/null", "-r", "3"]))
+    done = elaunch.run(act(FORK, *SPEAK, flags=["--log-dir=/dev/null", "-r", "3"]))
     assert len([line for line in done.stdout.splitlines() if "out rank=" in line]) == 2
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path:
     temporary.mkdir()
     for words, code in ((SPEAK, 0), ((*SPEAK, "1:exit=3", "sleep=0.2"), 3)):
         flags = ["--max-restarts=1", "-t", "3"]
-        done = elaunch.run(act(SPAWN, *words, flags=flags), env={"TMPDIR": str(temporary)})
+        done = elaunch.run(act(FORK, *words, flags=flags), env={"TMPDIR": str(temporary)})
         assert done.returncode == code
         assert os.listdir(temporary) == []
 
@@ -95,7 +95,7 @@ def test_nothing_is_left_in_the_temporary_directory(elaunch: Launcher, tmp_path:
 def test_a_failure_is_reported_last_with_its_cause_first(elaunch: Launcher) -> None:
     """Rank, traceback, log, then torchrun's table if asked for, then the result."""
     words = ["say=up", "1:raise=the data are gone", "wait"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--torchrun-report"]))
+    done = elaunch.run(act(FORK, *words, flags=["--torchrun-report"]))
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("rank 1 (local_rank 1, pid") :]
     lines = report.rstrip("\n").split("\n")
@@ -212,7 +212,7 @@ def test_tracebacks_that_are_shown_after_all(
     elaunch: Launcher, flags: list[str], words: list[str], shown: int
 ) -> None:
     """Of streams that are tee'd, that no file has, and of workers that do not fail."""
-    done = elaunch.run(act(SPAWN, *words, flags=flags))
+    done = elaunch.run(act(FORK, *words, flags=flags))
     assert done.stderr.count("Traceback (most recent call last):") == shown, done.stderr
     assert "Tracebacks of" not in done.stderr
 
@@ -220,7 +220,7 @@ def test_tracebacks_that_are_shown_after_all(
 def test_a_restarted_failure_is_reported_without_the_table(elaunch: Launcher) -> None:
     """Tools that look for the table find it when the job has failed, and only then."""
     words = ["r0:raise=first blood"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1", "--torchrun-report"]))
+    done = elaunch.run(act(FORK, *words, flags=["--max-restarts=1", "--torchrun-report"]))
     assert done.returncode == 0
     assert "RuntimeError: first blood" in done.stderr
     assert "=====" not in done.stderr
@@ -230,7 +230,7 @@ def test_the_launchers_own_error_file(elaunch: Launcher, tmp_path: Path) -> None
     """What started elaunch reads it; each worker still has one of its own."""
     path = tmp_path / "reply.json"
     words = ["show=TORCHELASTIC_ERROR_FILE", "1:raise=out of luck", "wait"]
-    done = elaunch.run(act(SPAWN, *words), env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    done = elaunch.run(act(FORK, *words), env={"TORCHELASTIC_ERROR_FILE": str(path)})
     assert done.returncode == 1
     assert str(path) not in done.stdout
     reply = json.loads(path.read_text())
@@ -241,7 +241,7 @@ def test_the_launchers_own_error_file(elaunch: Launcher, tmp_path: Path) -> None
 def test_error_files_are_absolute_and_in_place(elaunch: Launcher, tmp_path: Path) -> None:
     """Also with a relative --log-dir and with no files at all."""
     for flags in (["--log-dir=logs"], ["--log-dir=/dev/null"], []):
-        done = elaunch.run(act(SPAWN, "show=TORCHELASTIC_ERROR_FILE", "error={}", flags=flags))
+        done = elaunch.run(act(FORK, "show=TORCHELASTIC_ERROR_FILE", "error={}", flags=flags))
         assert done.returncode == 0, done.stderr
         paths = [Path(line.partition("=")[2]) for line in own_lines(done.stdout)]
         assert [path.name for path in paths] == ["error.json", "error.json"]
@@ -252,7 +252,7 @@ def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None
     """Each has its logs, its record and its store; neither disturbs the other."""
     flags = ["--rdzv-id=same", f"--log-dir={tmp_path}/logs"]
     words = ["say=up", f"until={tmp_path}/go", "show=MASTER_PORT,TORCHELASTIC_RUN_ID"]
-    runs = [elaunch.start(act(SPAWN, *words, flags=flags)) for _ in range(2)]
+    runs = [elaunch.start(act(FORK, *words, flags=flags)) for _ in range(2)]
     for running in runs:
         wait_for_workers(running)
     (tmp_path / "go").touch()
@@ -272,4 +272,4 @@ def test_two_runs_of_one_name_at_once(elaunch: Launcher, tmp_path: Path) -> None
 def test_a_name_can_be_used_again(elaunch: Launcher) -> None:
     """As a requeued job does."""
     for _ in range(2):
-        assert elaunch.run(act(SPAWN, "exit=0", flags=["--rdzv-id=again"])).returncode == 0
+        assert elaunch.run(act(FORK, "exit=0", flags=["--rdzv-id=again"])).returncode == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import COLLECTIVE, SPAWN, both_methods
+from tests.integration.jobs import COLLECTIVE, FORK, SPAWN, both_methods
 from tests.integration.watching import Clock, act, agent_lines
 from tests.launching import Launcher
 
@@ -71,7 +71,7 @@ def test_a_port_that_was_given_stays(elaunch: Launcher, tmp_path: Path, free_por
     """The address too."""
     words = ["show=MASTER_ADDR,MASTER_PORT", f"meet={tmp_path}", "0r0:exit=7", "r0:wait"]
     flags = ["--max-restarts=1", "--master-addr=localhost", f"--master-port={free_port}"]
-    done = elaunch.run(act(SPAWN, *words, flags=flags))
+    done = elaunch.run(act(FORK, *words, flags=flags))
     told = shown(done.stdout)
     assert len(told) == 4
     for variables in told.values():
@@ -129,7 +129,7 @@ def test_ranks_that_wait_in_a_collective_are_ended(
 def test_no_restart_by_default(elaunch: Launcher) -> None:
     """--max-restarts 0: the first failure ends the job with its code, and there is one attempt."""
     clock = Clock()
-    done = elaunch.run(act(SPAWN, "1:exit=3", "wait", flags=["--max_restarts", "0"]))
+    done = elaunch.run(act(FORK, "1:exit=3", "wait", flags=["--max_restarts", "0"]))
     assert done.returncode == 3
     assert clock() < 10
     record = state(elaunch)
@@ -157,7 +157,7 @@ def test_the_lifetime_budget_is_not_refilled(elaunch: Launcher, tmp_path: Path) 
     """torchrun's count: two restarts, with progress or without."""
     flags = [f"--checkpoint-dir={tmp_path}", "--checkpoint-glob=step_*.pt"]
     flags += ["--max-restarts=2", "--restart-budget=lifetime"]
-    done = elaunch.run(act(SPAWN, f"ckpt={tmp_path}", "0:exit=6", "wait", flags=flags))
+    done = elaunch.run(act(FORK, f"ckpt={tmp_path}", "0:exit=6", "wait", flags=flags))
     assert done.returncode == 6
     assert [entry["resumed_step"] for entry in state(elaunch)["history"]] == [None, 10, 20]
     assert "2 of 2 restarts are used up" in done.stderr
@@ -165,7 +165,7 @@ def test_the_lifetime_budget_is_not_refilled(elaunch: Launcher, tmp_path: Path) 
 
 def test_workers_that_die_at_once_again_and_again_are_waited_for(elaunch: Launcher) -> None:
     """The first restart is at once; then half a second at most, then one."""
-    done = elaunch.run(act(SPAWN, "0:exit=5", "wait", flags=["--max-restarts=3"]))
+    done = elaunch.run(act(FORK, "0:exit=5", "wait", flags=["--max-restarts=3"]))
     assert done.returncode == 5
     counted = {"used": 3, "without_progress": 3, "max": 3, "budget": "progress"}
     assert state(elaunch)["restarts"] == counted
@@ -181,7 +181,7 @@ def test_workers_that_die_at_once_again_and_again_are_waited_for(elaunch: Launch
 def test_a_corrupt_error_file_does_no_harm(elaunch: Launcher) -> None:
     """Neither to a restart nor to the report."""
     words = ['error={"message": {"mess', "1r0:exit=7", "1r1:exit=8", "wait"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1"]))
+    done = elaunch.run(act(FORK, *words, flags=["--max-restarts=1"]))
     assert done.returncode == 8
     assert "rank 1 exited with code 7; restart 1 of 1" in done.stderr
     assert "error.json" in done.stderr
@@ -191,10 +191,10 @@ def test_a_corrupt_error_file_does_no_harm(elaunch: Launcher) -> None:
 def test_a_rank_that_ends_early_with_0_is_no_failure(elaunch: Launcher, tmp_path: Path) -> None:
     """The others go on; a failure among them later is one all the same."""
     words = ["0:exit=0", "sleep=0.3", "1:exit=0", f"touch={tmp_path}/end"]
-    assert elaunch.run(act(SPAWN, *words, nproc=3)).returncode == 0
+    assert elaunch.run(act(FORK, *words, nproc=3)).returncode == 0
     assert (tmp_path / "end").exists()
     words = [f"meet={tmp_path}", "0:exit=0", "sleep=0.5", "1:exit=9", "wait"]
-    done = elaunch.run(act(SPAWN, *words, nproc=3))
+    done = elaunch.run(act(FORK, *words, nproc=3))
     assert done.returncode == 9
     assert "Stopped by elaunch: rank 2 (SIGTERM)" in done.stderr
 
@@ -202,14 +202,14 @@ def test_a_rank_that_ends_early_with_0_is_no_failure(elaunch: Launcher, tmp_path
 def test_all_start_again_also_those_that_had_succeeded(elaunch: Launcher, tmp_path: Path) -> None:
     """A group is as good as its last rank."""
     words = ["say=up", f"meet={tmp_path}", "0:exit=0", "sleep=0.2", "1r0:exit=9"]
-    done = elaunch.run(act(SPAWN, *words, flags=["--max-restarts=1"]))
+    done = elaunch.run(act(FORK, *words, flags=["--max-restarts=1"]))
     assert done.returncode == 0
     assert len(re.findall(r"^up rank=0 round=[01]", done.stdout, re.M)) == 2
 
 
 def test_two_ranks_that_fail_in_one_moment(elaunch: Launcher, tmp_path: Path) -> None:
     """One is the first; the other failed by itself, or was stopped: never both the cause."""
-    done = elaunch.run(act(SPAWN, f"meet={tmp_path}", "exit=3", nproc=3))
+    done = elaunch.run(act(FORK, f"meet={tmp_path}", "exit=3", nproc=3))
     assert done.returncode == 3
     failure = state(elaunch)["failure"]
     others = [each["rank"] for each in (*failure["victims"], *failure["stopped"])]
@@ -224,7 +224,7 @@ def test_the_same_failure_ends_the_job(elaunch: Launcher, tmp_path: Path) -> Non
         "number = int(os.environ['ELAUNCH_ROUND'])\n"
         "raise ValueError(f'no batch {number} at 0x7f{number}' if number else 'something else')\n"
     )
-    flags = [*SPAWN, "--run-id=same", "--max-restarts=9", "--max-same-failures=3"]
+    flags = [*FORK, "--run-id=same", "--max-restarts=9", "--max-same-failures=3"]
     done = elaunch.run(["run", *flags, script])
     why = "the same failure in rounds 1, 2, 3 without progress (--max-same-failures)"
     assert done.returncode == 78 and f"rank 0 exited with code 1; {why}" in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import makers
-from tests.integration.jobs import SPAWN, both_methods
+from tests.integration.jobs import FORK, both_methods
 from tests.integration.test_restart import shown, state
 from tests.integration.watching import act, agent_lines
 from tests.launching import Launcher, wait_until
@@ -67,7 +67,7 @@ def test_a_restart_resumes_from_what_the_last_round_saved(
 def test_the_first_start_resumes_from_an_earlier_job(elaunch: Launcher, saves: Path) -> None:
     """As a requeued job does."""
     for number in range(3):
-        done = elaunch.run(act(SPAWN, RESUME, f"ckpt={saves}", flags=flags(saves)))
+        done = elaunch.run(act(FORK, RESUME, f"ckpt={saves}", flags=flags(saves)))
         before = "" if number == 0 else str(10 * number)
         assert resumed(done.stdout, 0)[1] == before
     assert state_of_last(elaunch)["checkpoint"]["step"] == 20
@@ -89,7 +89,7 @@ def test_a_torn_one_is_passed_over_with_a_line(elaunch: Launcher, saves: Path) -
     makers.truncate(saves / "step_130.pt", 500)
     makers.truncate(saves / "step_120.pt", 0)
     words = [RESUME, f"meet={saves}", "1r0:exit=7", "r0:wait"]
-    done = elaunch.run(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    done = elaunch.run(act(FORK, *words, flags=flags(saves, "--max-restarts=1")))
     assert done.returncode == 0
     for number in range(2):
         assert resumed(done.stdout, number) == (str(saves / "step_20.pt"), "20")
@@ -138,7 +138,7 @@ def test_a_trainers_checkpoint_without_the_last_ranks_random_state(
     script = tmp_path / "trainer.py"
     script.write_text(SAVES_LIKE_A_TRAINER)
     flags = [f"--checkpoint-dir={saves}", "--max-restarts=1", "--nproc-per-node=3"]
-    done = elaunch.run(["run", *SPAWN, *flags, script, whole, saves])
+    done = elaunch.run(["run", *FORK, *flags, script, whole, saves])
     assert done.returncode == 0, done.stderr
     assert f"skipped {saves}/checkpoint-20: missing: rng_state_2.pth" in done.stderr
     assert [done.stdout.count(f"rank={rank} from 10\n") for rank in range(3)] == [1, 1, 1]
@@ -149,11 +149,11 @@ def test_a_placeholder_in_the_arguments(elaunch: Launcher, saves: Path) -> None:
     """Dropped with its option in round 0, filled in round 1."""
     words = [f"ckpt={saves}", f"meet={saves}", "1r0:exit=7", "r0:wait", "argv"]
     words += ["--resume", "{checkpoint}", "--from={checkpoint_step}", "--lr", "{lr}", "end"]
-    done = elaunch.run(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    done = elaunch.run(act(FORK, *words, flags=flags(saves, "--max-restarts=1")))
     assert done.returncode == 0
     filled = ["--resume", f"{saves}/step_10.pt", "--from=10", "--lr", "{lr}", "end"]
     assert sorted(done.stdout.splitlines()) == [f"{rank}.1 argv={filled}" for rank in range(2)]
-    fresh = elaunch.run(act(SPAWN, *words[-7:], flags=[f"--checkpoint-dir={saves}/none"]))
+    fresh = elaunch.run(act(FORK, *words[-7:], flags=[f"--checkpoint-dir={saves}/none"]))
     left = ["--lr", "{lr}", "end"]
     assert sorted(fresh.stdout.splitlines()) == [f"{rank}.0 argv={left}" for rank in range(2)]
 
@@ -176,7 +176,7 @@ def test_a_directory_that_cannot_be_read_any_more_ends_the_job(
 ) -> None:
     """Starting afresh would train over what is there."""
     words = [f"ckpt={saves}", f"1r0:until={saves}.moved/step_10.pt", "1r0:exit=7", "wait"]
-    running = elaunch.start(act(SPAWN, *words, flags=flags(saves, "--max-restarts=1")))
+    running = elaunch.start(act(FORK, *words, flags=flags(saves, "--max-restarts=1")))
     wait_until(lambda: (saves / "step_10.pt").exists())
     moved = saves.with_name("saves.moving")
     saves.rename(moved)
@@ -193,11 +193,11 @@ def test_files_that_nobody_understands(elaunch: Launcher, saves: Path) -> None:
     (saves / "weights.npz").write_bytes(b"0")
     words = [f"ckpt={saves}", "0r0:exit=7"]
     line = [f"--checkpoint-dir={saves}", "--max-restarts=1"]
-    done = elaunch.run(act(SPAWN, *words, nproc=1, flags=line))
+    done = elaunch.run(act(FORK, *words, nproc=1, flags=line))
     assert done.returncode == 0
     told = [text for text in agent_lines(done.stderr) if "no checkpoint is recognised" in text]
     assert len(told) == 2 and "workers start without one (--require-resume makes" in told[1]
-    again = elaunch.run(act(SPAWN, *words, nproc=1, flags=[*line, "--require-resume"]))
+    again = elaunch.run(act(FORK, *words, nproc=1, flags=[*line, "--require-resume"]))
     assert again.returncode == 74
     assert f"none of the 2 entries of {saves} can be resumed from" in again.stderr
     assert "leave the flag out to start afresh" in again.stderr

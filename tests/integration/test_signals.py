@@ -13,7 +13,7 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, Signals
 
 import pytest
 
-from tests.integration.jobs import SPAWN, both_methods
+from tests.integration.jobs import FORK, SPAWN, both_methods
 from tests.integration.watching import act, agent_lines, wait_for_workers, wait_until_gone
 from tests.launching import Launcher, Running, wait_until
 
@@ -77,7 +77,7 @@ def test_the_same_request_more_than_once(
 ) -> None:
     """Wrappers forward what the process group has got already: the save goes on."""
     (script := tmp_path / "saves.py").write_text(SAVES)
-    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, script, tmp_path / "go"])
+    running = elaunch.start(["run", "--nproc-per-node=1", *FORK, script, tmp_path / "go"])
     running.wait_for_line("^up$")
     for number in numbers:
         running.send_signal(number)
@@ -99,7 +99,7 @@ def test_a_signal_with_a_meaning_of_its_own_is_another_request(
     hup = "import signal; signal.signal(signal.SIGHUP, lambda *_: None)\n"
     (script := tmp_path / "saves.py").write_text(hup + SAVES.replace(", signal.SIGHUP", ""))
     (tmp_path / "go").touch()
-    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, *flags, script, tmp_path / "go"])
+    running = elaunch.start(["run", "--nproc-per-node=1", *FORK, *flags, script, tmp_path / "go"])
     running.wait_for_line("^up$")
     running.send_signal(SIGHUP)
     time.sleep(0.01)
@@ -112,7 +112,7 @@ def test_a_signal_with_a_meaning_of_its_own_is_another_request(
 def test_ctrl_c_after_a_pause_ends_at_once(elaunch: Launcher, tmp_path: Path) -> None:
     """And the reason is shown."""
     (script := tmp_path / "saves.py").write_text(SAVES)
-    running = elaunch.start(["run", "--nproc-per-node=1", *SPAWN, script, tmp_path / "go"])
+    running = elaunch.start(["run", "--nproc-per-node=1", *FORK, script, tmp_path / "go"])
     running.wait_for_line("^up$")
 
     def again() -> bool:
@@ -128,7 +128,7 @@ def test_what_a_worker_leaves_is_named(elaunch: Launcher, tmp_path: Path) -> Non
     (script := tmp_path / "leaves.py").write_text(
         "import subprocess; subprocess.Popen(['sleep', '600'])"
     )
-    done = elaunch.run(["run", "--nproc-per-node=1", *SPAWN, script])
+    done = elaunch.run(["run", "--nproc-per-node=1", *FORK, script])
     assert done.returncode == 0
     assert re.search(r"round 0: ended what the workers had left: sleep \(\d+\)", done.stderr)
 
@@ -154,7 +154,7 @@ def leave(
     """Start a worker that ends at once and leaves an uploader."""
     (script := place / "leaves.py").write_text(LEAVES)
     most = ["--nproc-per-node=1", "--rdzv-id=leaves", f"--wait-for-children={wait}"]
-    return elaunch.start(["run", *most, *SPAWN, *flags, script, place / "go", *words])
+    return elaunch.start(["run", *most, *FORK, *flags, script, place / "go", *words])
 
 
 def test_what_a_worker_leaves_is_waited_for(elaunch: Launcher, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_a_worker_leaves_that_fails(elaunch: Launcher, tmp_path: Path) -> N
 
 def test_workers_that_know_nothing_of_the_signal(elaunch: Launcher) -> None:
     """They die of it; that is not a failure."""
-    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--max-restarts=3"]))
+    running = elaunch.start(act(FORK, "say=up", "wait", flags=["--max-restarts=3"]))
     wait_for_workers(running)
     running.send_signal(SIGTERM)
     done = running.wait()
@@ -260,7 +260,7 @@ def test_forwarded_signals_end_nothing(elaunch: Launcher, method: Method, tmp_pa
 def test_a_worker_that_dies_of_a_forwarded_signal_has_failed(elaunch: Launcher) -> None:
     """It had no handler for it."""
     words = ["0:tell=SIGUSR1", "say=up", "wait"]
-    running = elaunch.start(act(SPAWN, *words, flags=["--forward-signals=SIGUSR1"]))
+    running = elaunch.start(act(FORK, *words, flags=["--forward-signals=SIGUSR1"]))
     wait_for_workers(running)
     running.send_signal(SIGUSR1)
     done = running.wait()
@@ -359,7 +359,7 @@ def test_a_request_to_save_in_the_first_moments(elaunch: Launcher) -> None:
 
 def test_workers_inherit_no_signal_that_is_held_back(elaunch: Launcher) -> None:
     """What the agent blocks is its own."""
-    running = elaunch.start(act(SPAWN, "say=up", "wait"))
+    running = elaunch.start(act(FORK, "say=up", "wait"))
     pids = wait_for_workers(running)
     every = signal.valid_signals()
     assert not [n for pid in pids for n in every if holds_back(pid, n)]
@@ -427,7 +427,7 @@ def test_exit_codes(
 def test_the_first_failure_is_what_counts(elaunch: Launcher, tmp_path: Path) -> None:
     """Those that end differently because they were told to do not."""
     words = [f"meet={tmp_path}", "1:exit=7", "wait"]
-    done = elaunch.run(act(SPAWN, *words, nproc=3))
+    done = elaunch.run(act(FORK, *words, nproc=3))
     assert done.returncode == 7
     (stopped,) = re.findall(r"^Stopped by elaunch: (.*)$", done.stderr, re.M)
     assert stopped == "ranks 0, 2 (SIGTERM)"
@@ -436,22 +436,22 @@ def test_the_first_failure_is_what_counts(elaunch: Launcher, tmp_path: Path) -> 
 @pytest.mark.parametrize("word", ["exit=3", "kill=SIGKILL"])
 def test_torchruns_exit_codes(elaunch: Launcher, word: str) -> None:
     """1 for every failure."""
-    assert elaunch.run(act(SPAWN, word, flags=["--exit-codes=torchrun"])).returncode == 1
+    assert elaunch.run(act(FORK, word, flags=["--exit-codes=torchrun"])).returncode == 1
 
 
 def test_torchruns_exit_code_after_a_signal(elaunch: Launcher) -> None:
     """1 as well; and 0 stays 0."""
     flags = ["--exit-codes=torchrun"]
-    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=flags))
+    running = elaunch.start(act(FORK, "say=up", "wait", flags=flags))
     wait_for_workers(running)
     running.send_signal(SIGINT)
     assert running.wait().returncode == 1
-    assert elaunch.run(act(SPAWN, "exit=0", flags=flags)).returncode == 0
+    assert elaunch.run(act(FORK, "exit=0", flags=flags)).returncode == 0
 
 
 def test_sigint_that_nobody_asked_to_handle(elaunch: Launcher) -> None:
     """Ctrl-C ends the command all the same, without a traceback of its own."""
-    running = elaunch.start(act(SPAWN, "say=up", "wait", flags=["--signals-to-handle=SIGTERM"]))
+    running = elaunch.start(act(FORK, "say=up", "wait", flags=["--signals-to-handle=SIGTERM"]))
     wait_for_workers(running)
     running.send_signal(signal.SIGINT)
     done = running.wait()
