@@ -27,6 +27,8 @@ ELAUNCH_RESUME_UUID             its uuid, if the agents have it in memory and st
 ELAUNCH_INIT_FROM               the checkpoint of ``--init-from``, from which the run begins at
                                 step 0 while it has none of its own; unset without it
 ELAUNCH_HPARAMS                 ``hyperparameters`` of the job file as JSON; unset without them
+ELAUNCH_PRESENT                 the ranks that go on from the round before, as 0,1,3, where this
+                                worker follows one that was lost; else unset
 ELAUNCH_CHANNEL_KEY             key by which the round's workers know each other, as hex; not set
                                 where several nodes have no secret (docs/rendezvous.md)
 ELAUNCH_STARTER                 process that has started ``elaunch wrap``, as pid and tick; set by
@@ -77,6 +79,7 @@ OPEN_MPI_RANK = "OMPI_COMM_WORLD_RANK"
 OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
 """A random number that mpirun of Open MPI 4 gives to the processes of a job, and to no other."""
 RESUME_UUID = "ELAUNCH_RESUME_UUID"
+PRESENT = "ELAUNCH_PRESENT"
 RUN_ID_GIVEN = "ELAUNCH_RUN_ID_GIVEN"
 CHECKPOINT_LOCAL = "ELAUNCH_CHECKPOINT_LOCAL"
 CHECKPOINT_KEEP = "ELAUNCH_CHECKPOINT_KEEP"
@@ -93,7 +96,7 @@ FACTS = frozenset(
         *(AGENT_SOCKET, CHANNEL_KEY, CHECKPOINT_DIR, RUN_ID_GIVEN, CHECKPOINT_LOCAL),
         *(CHECKPOINT_KEEP, STACKS_FILE, TIMER_FILE, "ELAUNCH_RUN_ID", "ELAUNCH_ROUND"),
         *("ELAUNCH_RESTART_REASON", "ELAUNCH_NODE_ADDRS", "ELAUNCH_RESUME_FROM"),
-        *("ELAUNCH_RESUME_STEP", RESUME_UUID, HPARAMS, INIT_FROM),
+        *("ELAUNCH_RESUME_STEP", RESUME_UUID, PRESENT, HPARAMS, INIT_FROM),
     }
 )
 """Variables that an agent sets for its own workers alone: they mean nothing to another job."""

@@ -55,12 +55,15 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # Public for other parts of elaunch, not for scripts.
 INNER: dict[str, tuple[str, ...]] = {
-    "DistributedContext": ("of", "open", "close", "describe", "seconds", "note"),
+    "DistributedContext": (
+        *("of", "open", "close", "describe", "seconds", "note"),
+        *("stand_by", "move", "made"),
+    ),
     "KeyStore": ("close",),
-    "PreemptContext": ("start", "on_notice", "on_signal", "close"),
-    "TrainContext": ("attach", "note_step", "metrics_at", "close"),
+    "PreemptContext": ("start", "move", "on_notice", "on_signal", "close"),
+    "TrainContext": ("attach", "move", "note_step", "metrics_at", "close"),
     "Step": ("under_way",),
-    "CheckpointContext": ("close",),
+    "CheckpointContext": ("move", "pack", "unpack", "schedule", "follow", "close"),
     "Committed": ("age",),
     "Keep": ("to_json", "from_json", "describe"),
 }

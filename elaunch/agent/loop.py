@@ -131,7 +131,7 @@ class Agent:
         """Handle one event to its end."""
         turn = make_turn(self._state, event)
         fails = self._state.first is None and turn.before.first is not None
-        is_stopping = fails and isinstance(turn.action, StopWorkers)
+        is_stopping = fails and (isinstance(turn.action, StopWorkers) or bool(turn.after.staying))
         if fails:
             self._reporter.look(turn.before)
             if is_stopping:  # each millisecond in which the others go on is one more to restart
@@ -228,12 +228,14 @@ class Agent:
 
     def _start_round(self, state: State, begun: Round) -> None:
         # A server that was lost is replaced, and may hang in its imports as the first one may.
-        self._deadline = time.monotonic() + state.limits.start_timeout
+        patience = KILL_DEADLINE if begun.kept else state.limits.start_timeout
+        self._deadline = time.monotonic() + patience
         self._grace_until = None
         self._links.begin(begun)
         self._sampler.begin(begun)
         self._saver.begin(begun)
-        self._group.start(begun)
+        for local_rank, environ in self._group.start(begun).items():
+            self._links.enter(local_rank, environ, begun.present)
 
     def _hurry(self, state: State, action: Hurry) -> None:
         until = time.monotonic() + action.grace
@@ -250,7 +252,7 @@ class Agent:
             log.warning("%s", found)
         if state.phase is Phase.STOPPING and self._deadline is not None:
             grace = min(grace, max(0.0, self._deadline - now))  # what the workers left of it
-        overdue = self._group.server.end_tree(state.round, action.signum, grace)
+        overdue = self._group.server.end_tree(state.round, action.signum, grace, action.keeps)
         self._deadline = now + overdue
 
     def _settle(self, state: State, action: Settle) -> None:
@@ -266,9 +268,12 @@ class Agent:
     def _answer(self, turn: Turn) -> None:
         """Answer threads that wait for the loop, and end the deadline of what has come."""
         event, state = turn.event, turn.before
-        if isinstance(event, events.WorkerStarted):
-            if state.phase is Phase.RUNNING and self._grace_until is None and not state.taking:
+        if isinstance(event, events.WorkerStarted | events.WorkerEnters):
+            rests = self._grace_until is None and not (state.taking or state.silent)
+            if state.phase is Phase.RUNNING and rests:
                 self._deadline = None  # the start's: no other one runs
+                if state.began is None:
+                    self._deadline = time.monotonic() + state.limits.start_timeout
         elif isinstance(event, events.CheckpointChosen) and self._standalone is not None:
             self._standalone.found(event.result)
         elif isinstance(event, events.Ping):

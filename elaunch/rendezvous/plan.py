@@ -36,6 +36,7 @@ AgentState = Literal["joining", "ready", "running", "failed", "finished", "ended
 Phase = Literal["forming", "running", "ending", "over"]
 Cause = Literal["", "failure", "lost", "left", "joined", "asked"]
 Preempted = Literal["", "stop", "resize"]
+Survivors = Literal["", "wait", "work"]
 
 _MOST = 2**53
 Line = Annotated[str, Meta(max_length=1_000)]
@@ -219,6 +220,8 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.checkpoints), or "".
         held: what it has in memory of saves that are not committed, while it has no workers.
+        survivors: whether workers of a round that has failed stay for the next one: they ``wait``
+            for it, or ``work``, as the one that has failed was not among them yet; or "".
         times: where the time of its slots went, as of when it was written.
     """
 
@@ -244,6 +247,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     peer_port: Port = 0
     probe: Line = ""
     held: tuple[HeldShards, ...] = ()
+    survivors: Survivors = ""
     times: NodeTimes | None = None
 
     @property

@@ -71,10 +71,12 @@ class RoundRecord(_RoundRequired, total=False):
 
     ``lasted_s`` is how long it has lasted so far, whatever is done to the clock meanwhile;
     ``planned``: the round before was asked to end, or its nodes changed, and nothing had failed.
+    ``kept``: the ranks whose processes went on from the round before, without a step lost.
     """
 
     lasted_s: float
     planned: bool
+    kept: list[int]
 
 
 class NodeRecord(TypedDict):

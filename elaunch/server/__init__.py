@@ -21,7 +21,9 @@ agent       signal              signum, group (also the workers' process groups)
                                 its sender has signalled all processes), stops (whether the
                                 workers are meant to end by it), shielded (local ranks in which
                                 SIGTERM does nothing, and which get SIGKILL in its place)
-agent       sweep               round, signum (0: none), grace (s), deadline (s)
+agent       sweep               round, signum (0: none), grace (s), deadline (s), keeps (null: ends
+                                all workers; else the local ranks of those that stay, with all that
+                                they have started)
 agent       fence               until: kill all workers when it has passed, unless a later comes
 agent       count_devices       kind, interpreter
 server      ready               problem (text or null), unforkable (why it must not be forked any
@@ -32,8 +34,8 @@ server      warmed              problem (text or null), seconds, settings (varia
 server      started             round, local_rank, pid, at
 server      not_started         round, local_rank, problem
 server      exited              the fields of elaunch.endings.Exit
-server      swept               round, killed (pids and names), survivors (and
-                                users, or null)
+server      swept               round, killed (pids and names), survivors (and users, or null), kept
+                                (the local ranks of those that stay)
 server      store_failed        round, problem
 server      fenced              late (s): the fence has passed so long ago; all workers are killed
 server      devices             count (int or null), problem

@@ -5,8 +5,8 @@ one ``poll`` on three things: the agent's messages (elaunch.server), the store h
 the wake-up pipe that SIGCHLD writes to. Signals that people send are blocked here and unblocked in
 each worker, so that a signal sent to a worker while it is being forked is kept, not lost.
 
-While it imports modules for the next round, it goes on to report exits, to signal and to sweep;
-other messages are kept until the end of the import.
+While it imports modules for the next round, it goes on to report exits, to signal and to sweep, and
+has the store of a round opened; other messages are kept until the end of the import.
 
 It must stay single-threaded and without a CUDA context: it is forked for each worker. After
 ``configure`` it imports the modules to preload; where one of them has started threads, the agent
@@ -91,6 +91,7 @@ class Server:
         self._pid = os.getpid()
         self._workers: dict[int, Job] = {}  # by pid
         self._stopped: set[int] = set()  # pids of workers that were alive when sent a signal to end
+        self._unswept: set[int] = set()  # pids of workers that have ended since the last sweep
         self._sweep: Sweep | None = None
         self._stores = Stores(self._send, self._forget)
         self._fork_start = False
@@ -186,10 +187,7 @@ class Server:
         elif op == "signal":
             self._signal(message)
         elif op == "sweep":
-            self._stores.drop()
-            self._timers.clear()
-            self._note_stop()
-            self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
+            self._begin_sweep(message)
         elif op == "fence":
             self._fence = message["until"]
         elif op == "count_devices":
@@ -260,11 +258,16 @@ class Server:
                 self._keep_fence()
 
     def _keep_for_later(self) -> None:
-        """Do what the agent has sent as far as it starts nothing, and keep the rest."""
+        """Do what the agent has sent as far as it starts nothing, and keep the rest.
+
+        What a sweep finds here has not begun, and never will.
+        """
         try:
             for message, files in self._agent.drain():
-                stops = message["op"] in ("signal", "sweep") and not self._kept
-                if stops or message["op"] == "fence":
+                while message["op"] == "sweep" and self._kept:
+                    close_files(self._kept.pop()[1])
+                at_once = message["op"] in ("signal", "sweep", "store") and not self._kept
+                if at_once or message["op"] == "fence":
                     self._handle(message, files)
                 else:
                     self._kept.append((message, files))
@@ -344,6 +347,29 @@ class Server:
                 whose = "" if worker == timer.process.pid else f" of process {timer.process.pid}"
                 self._expired[worker] = f"{timer.scope}{whose}"
 
+    def _begin_sweep(self, message: Message) -> None:
+        """Begin to end all of a round, or what those have left that do not stay."""
+        keeps = message.get("keeps")
+        if keeps:
+            dropped = (pid for pid, job in self._workers.items() if job.local_rank not in keeps)
+            self._unswept.update(dropped)
+            self._sweep = Sweep(message, self._pid, self._spared)
+            return
+        if keeps is None:
+            self._note_stop()
+        self._later.note_stop()
+        self._stores.drop()
+        self._timers.clear()
+        self._sweep = Sweep(message, self._pid, lambda: {self._stores.pid})
+
+    def _spared(self) -> list[int]:
+        """Return the children but those that the workers have left which are to be swept.
+
+        Each worker is a session. What has begun another one is ended with the last of the workers.
+        """
+        below = ((pid, processes.session(pid)) for pid in proc.children(self._pid))
+        return [pid for pid, session in below if self._unswept.isdisjoint({pid, session})]
+
     def _keep_fence(self) -> None:
         """Kill all workers when the agent has not moved the fence in time.
 
@@ -373,7 +399,7 @@ class Server:
         self._reap()
         if self._sweep is not None and self._sweep.step():
             self._send(self._sweep.outcome())
-            self._sweep = None
+            self._sweep, self._unswept = None, set()
 
     def _reap(self) -> None:
         """Free what has ended and report the workers among it."""
@@ -394,6 +420,7 @@ class Server:
     def _exit(self, pid: int, exitcode: int) -> Exit:
         job, stopped = self._workers.pop(pid), pid in self._stopped
         self._stopped.discard(pid)
+        self._unswept.add(pid)
         return Exit(
             round=job.round,
             rank=job.rank,

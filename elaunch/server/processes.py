@@ -104,6 +104,14 @@ def _kill(pid: int, signum: int) -> bool:
     return True
 
 
+def session(pid: int) -> int:
+    """Return the session of a process, which is the pid of who has begun it; 0 if it is gone."""
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return 0
+
+
 def outlive_parent() -> None:
     """Take :func:`die_with_parent` back."""
     _prctl(_PR_SET_PDEATHSIG, 0)
@@ -257,7 +265,7 @@ class Sweep:
     """
 
     def __init__(self, message: Message, root: int, spared: Callable[[], Iterable[int]]) -> None:
-        self._round = message["round"]
+        self._round, self._kept = message["round"], message.get("keeps") or []
         self._root = root
         self._spared = spared
         self._killed: dict[int, str] = {}
@@ -309,4 +317,5 @@ class Sweep:
             for each in self._survivors
         ]
         killed = [[pid, name] for pid, name in self._killed.items()]
-        return {"op": "swept", "round": self._round, "killed": killed, "survivors": survivors}
+        swept = {"op": "swept", "round": self._round, "kept": self._kept}
+        return {**swept, "killed": killed, "survivors": survivors}

@@ -59,7 +59,7 @@ class Stores:
         self._send = send
         self._forget = forget
         self._host: LocalChannel | None = None
-        self._dropping = False
+        self._dropping = self._is_open = False
         self._waiting: _Waiting | None = None
         self.pid = 0
 
@@ -96,7 +96,10 @@ class Stores:
     def open(self, message: Message, listening: int) -> None:
         """Have a round's store opened on ``listening``, which this object owns from now on."""
         if message["fixed"]:
+            if self._is_open:  # a round whose workers stay has left it
+                self.drop()
             self._await_drop()
+            self._is_open = message["round"] >= 0
         if self._send_to_host(message, [listening]):
             os.close(listening)
         else:
@@ -121,6 +124,7 @@ class Stores:
         if self._waiting is not None:
             os.close(self._waiting.listening)
             self._waiting = None
+        self._is_open = False
         self._dropping = self._send_to_host({"op": "drop"}, [])
 
     def receive(self, fd: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from elaunch.training.launch import Placement
 from elaunch.wire import worker
@@ -26,12 +26,20 @@ JOIN_S: Final = 2.0
 log = logging.getLogger("elaunch")
 
 
+class Entry(NamedTuple):
+    """An order to go on in another round: its variables, and the ranks that do, in order."""
+
+    environ: Mapping[str, str]
+    present: tuple[int, ...]
+
+
 class AgentLink:
     """A connection to this node's agent, from :meth:`start` to :meth:`close`; ``name``: the run's.
 
     ``on_notice``, to be set before start, is called with (reason, kind, grace, stated) in the
     link's thread when the agent asks for the job's end; it must return at once, as ``on_over``,
-    which gets what the agent sends when a save is over. All methods may be called from any thread,
+    which gets what the agent sends when a save is over, and ``on_entry``, which is called before
+    an entry can be taken (:meth:`take_entry`). All methods may be called from any thread,
     and raise nothing but :meth:`ask` and :meth:`post`; they block only if the agent is frozen, and
     then for a few seconds. ``problem`` is why there is no agent any more, or "";
     ``refusal`` is the agent's own reason, where it has refused this worker.
@@ -42,6 +50,8 @@ class AgentLink:
     ) -> None:
         self.on_notice: Callable[[str, worker.Kind, float | None, bool], None] | None = None
         self.on_over: Callable[[Message], None] = lambda _: None
+        self.on_entry: Callable[[], None] = lambda: None
+        self.local_rank = placement.local_rank
         self._path = socket_path
         self._page = page
         self._first: Message = {
@@ -58,6 +68,9 @@ class AgentLink:
         self._requester: Requester | None = None
         self._pid = 0
         self._ended = False
+        self._entry: Entry | None = None
+        self._is_coming = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="elaunch-agent", daemon=True)
 
     def start(self) -> None:
@@ -72,6 +85,26 @@ class AgentLink:
         self._channel, self._requester = channel, Requester(channel)
         self._send(self._first, [self._page.fd])
         self._thread.start()
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether an entry is to be taken, or is about to be."""
+        return self._is_coming or self._entry is not None
+
+    def take_entry(self, seconds: float) -> Entry | None:
+        """Return the newest entry, None if none comes within ``seconds``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._entry is not None or self._ended, seconds)
+            entry, self._entry = self._entry, None
+        return entry
+
+    def report_standing(self, stands: bool) -> None:
+        """Report to the agent whether this rank goes on in its process if another dies."""
+        self._send({"op": "stands", "stands": stands})
+
+    def report_entered(self, round_number: int) -> None:
+        """Report to the agent that this worker is of another round from here on."""
+        self._send({"op": "entered", "round": round_number})
 
     def report_listening(self, shielded: bool) -> None:
         """Report to the agent that the script asks should_preempt().
@@ -164,9 +197,19 @@ class AgentLink:
             )
         elif message.get("op") == "over":
             self.on_over(message)
+        elif message.get("op") == "enter":
+            entry = Entry(message["environ"], tuple(message["present"]))
+            self._send({"op": "enters", "round": int(entry.environ["ELAUNCH_ROUND"])})
+            self._is_coming = True  # nothing new is begun that on_entry() could miss
+            self.on_entry()
+            with self._changed:
+                self._entry, self._is_coming = entry, False
+                self._changed.notify_all()
 
     def _give_up(self, why: str, problem: str = "") -> None:
         if self._ended:
             return
         self._ended, self.problem = True, problem or f"it {why}"
+        with self._changed:
+            self._changed.notify_all()
         log.warning("this node's agent %s; the script goes on without it", why)

@@ -38,9 +38,10 @@ from elaunch.training import liveness
 from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint import latest
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
-from elaunch.training.launch import Info, current, info
+from elaunch.training.launch import Info, Placement, current, info
 from elaunch.training.metrics.files import FROM_NOTHING
 from elaunch.training.preempt.preempt import PreemptContext
+from elaunch.training.steps.world import StepsWorld
 from elaunch.training.train import TrainContext
 from elaunch.wire import recorder
 from elaunch.wire.progress import ProgressPage
@@ -154,10 +155,16 @@ class Context:
         self._stack.callback(self._page.close)
         self._agent = link = self._link(options.name if placement.local_rank == 0 else None)
         self._stack.callback(self._leave)
-        self.distributed.open(self._page, options.timeout)
+        self._world = StepsWorld(self.distributed, link, self._move)
+        self._timeout = options.timeout
+        joins = self._world.joins
+        if joins:
+            self.distributed.stand_by()
+        else:
+            self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
         resumed = None
-        if self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
+        if not joins and self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
             # elaunch has looked for checkpoints: without one the script begins anew.
             step = self.info.resume_step
             begins = self.info.resume_from is None or self.info.is_warm_start
@@ -168,18 +175,37 @@ class Context:
         self._stack.callback(self.train.close)
         self.preempt = PreemptContext(self.distributed, self._page, link)
         self._stack.callback(self.preempt.close)
-        self.preempt.start()
-        self.train.attach(self.distributed, self.preempt, lambda: self.checkpoint)
+        self._stack.callback(self._leave_world)
+        if not joins:
+            self.preempt.start()
+        self.train.attach((self._world, self.preempt, lambda: self.checkpoint))
         if link is not None:
             link.on_notice = self.preempt.on_notice
             link.start()
         elif _is_free(signal.SIGUSR1):
             self.preempt.on_signal(signal.SIGUSR1)
-        self._decided = latest.decide(self.distributed, self.info, *self._run_id, link)
+        self._decided = None
+        if not joins:
+            self._decided = latest.decide(self.distributed, self.info, *self._run_id, link)
+        self._world.own_calls(begin=False)
         liveness.register_stacks(os.environ)
         recorder.watch(os.environ)
         self._page.ready()
         self._page.beat()
+
+    def _move(self, placement: Placement, calls: int) -> None:
+        """Have all parts stand among the ranks of ``placement``; ALL of them call it together.
+
+        ``calls``: how often each of them has asked should_preempt() by now.
+        """
+        self.info = info()
+        self.distributed.move(placement)
+        self._world.check()
+        self.distributed.open(self._page, self._timeout)
+        self.train.move(placement)
+        self.preempt.move(calls)
+        if self._checkpoint is not None:
+            self._checkpoint.move(self.info)
 
     def _close_checkpoint(self, checkpoint: CheckpointContext) -> None:
         try:
@@ -200,6 +226,11 @@ class Context:
             self.distributed.close()
         else:
             leave_to_the_end(self.distributed)
+
+    def _leave_world(self) -> None:
+        if self._error is None:
+            self._world.leave()
+        self._world.close()
 
     def _link(self, name: str | None) -> AgentLink | None:
         """Return the link to this node's agent; ranks that the script itself placed share one."""
@@ -300,8 +331,7 @@ class Context:
         if error is None or _is_plain_exit(error):
             self.close()
             return
-        self._error = error
-        self.train.note_step(error)
+        self._fail(error)
         _beside(error, self.close)
 
     def _watch_for_the_end(self) -> None:
@@ -314,10 +344,14 @@ class Context:
     def _note(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        self._error = error
-        self.train.note_step(error)
+        self._fail(error)
         recorder.leave(error)
         self._shown(kind, error, traceback)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._world.stand(False)
+        self.train.note_step(error)
 
 
 def _beside(error: BaseException, end: Callable[[], None]) -> None:

@@ -159,6 +159,32 @@ class DistributedContext(Renamed):
                 self._open(page or self._make_page())
             self._opened = True
 
+    def stand_by(self) -> None:
+        """Refuse calls until :meth:`move`: the others are in their loop, and make none with it."""
+        self.round_store.close(
+            "this rank has taken the place of one that has died, and meets the others in "
+            "ctx.train.steps(): nothing that needs all ranks can be called before"
+        )
+
+    def move(self, placement: Placement) -> None:
+        """Stand among other ranks, or in another round, from the next :meth:`open` on.
+
+        The others learn nothing by that. Objects that were made of this one go on with it.
+        """
+        self.round_store.close()
+        _open.discard(self)
+        if self._calls is not None:
+            self._calls.abandon()
+        self.store.close()
+        timeout = self.timeout
+        self._take(placement)
+        self.timeout = timeout
+
+    @property
+    def made(self) -> int:
+        """How often this rank has called other ranks, or used :attr:`store`, since they met."""
+        return self.store.uses + (0 if self._calls is None else self._calls.made)
+
     @property
     def node_addrs(self) -> tuple[str, ...]:
         """Addresses of all nodes, in the order of their node ranks, once the ranks have met.

@@ -22,7 +22,7 @@ rank sees it (its own numbers do not fit), and GROUP_RANK and GROUP_WORLD_SIZE h
 
 A script sees it as :func:`info`: run, round, nodes, slots, and what to resume from. No process is
 asked for it, no rank waits for another, and torch is not imported. It stays the same for as long as
-the process lives.
+the process lives, unless that goes on in another round (elaunch.training.steps.world).
 
 =======================  ===========================================================
 Determined's ClusterInfo  here

@@ -266,6 +266,20 @@ class RankCalls:
             self._tell(Verdict("other", f"{self._me} {why} meanwhile", self._own), anew=True)
             agreement.connection.cut()
 
+    @property
+    def made(self) -> int:
+        """How many calls this rank has made."""
+        return sum(self._calls.values())
+
+    def abandon(self) -> None:
+        """Free everything, and have the others know nothing: they are in another round."""
+        self._stopped = True
+        self._unusable = PeerLost, "this rank stands among other ranks now", ()
+        if self._agreement is not None:
+            self._agreement.connection.close()
+            self._agreement = None
+        self._close_key()
+
     def forked(self) -> None:
         """Let go of everything in a process that was forked from this rank."""
         rank = self._placement.rank
@@ -482,7 +496,7 @@ class RankCalls:
         self._unusable = error, verdict.text, verdict.missing
         if tells:
             self._tell(verdict, anew=anew)
-        if error is PeerLost:
+        if error is PeerLost and not self._store.is_closed:
             # The launcher sees the end of the lost rank and ends this one, too. The rank that
             # fails first is taken for the cause: let that be the lost one.
             time.sleep(CAUSE_FIRST_S)

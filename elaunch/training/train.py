@@ -22,10 +22,10 @@ from elaunch.wire.progress import ProgressPage
 
 if TYPE_CHECKING:
     from elaunch.checkpoint.records import Keep
-    from elaunch.training.distributed import DistributedContext
     from elaunch.training.preempt.preempt import PreemptContext
     from elaunch.training.steps.feed import Batch, Collate, Dataset
     from elaunch.training.steps.loop import Script, Steps
+    from elaunch.training.steps.world import StepsWorld
 
 CLOSE_TIMEOUT_S: Final = 10.0
 
@@ -55,13 +55,13 @@ class TrainContext:
         chief_only: bool = False,
         tensorboard: bool | str | Path | None = None,
     ) -> None:
-        self._rank = placement.rank
+        self._rank, self._round = placement.rank, placement.round
         self._page = page
         self._chief_only = chief_only
         self._encoder = Encoder(placement.rank, placement.round)
         self._latest = Latest()
         self._writer: Writer | None = None
-        self._parts: tuple[DistributedContext, PreemptContext, Callable[[], Any]] | None = None
+        self._parts: tuple[StepsWorld, PreemptContext, Callable[[], Any]] | None = None
         self._script: Script | None = None
         board = None
         if tensorboard is not None and tensorboard is not False:
@@ -69,14 +69,16 @@ class TrainContext:
         if directory is not None:
             self._writer = Writer(MetricFiles(directory, placement.round, resume_step), board)
 
-    def attach(
-        self,
-        distributed: DistributedContext,
-        preempt: PreemptContext,
-        checkpoint: Callable[[], Any],
-    ) -> None:
+    def attach(self, parts: tuple[StepsWorld, PreemptContext, Callable[[], Any]]) -> None:
         """Take the parts of the context that :meth:`steps` uses; the context calls it."""
-        self._parts = (distributed, preempt, checkpoint)
+        self._parts = parts
+
+    def move(self, placement: Placement) -> None:
+        """Report as a rank of another world from now on; the context calls it."""
+        if self._writer is not None and placement.round != self._round:
+            self._writer.move(placement.round)
+        self._rank, self._round = placement.rank, placement.round
+        self._encoder = Encoder(placement.rank, placement.round)
 
     def steps(
         self,
@@ -270,8 +272,6 @@ class TrainContext:
         It waits ``timeout`` seconds at most. Rows that could not be written are counted in a
         warning: that is no reason for a job to fail.
         """
-        if self._script is not None:
-            self._script.close()
         if self._writer is not None:
             self._writer.close(timeout)
 

@@ -235,7 +235,9 @@ def _checkpoint_facts(job: JobDocument, record: Record) -> Iterator[tuple[str, s
         yield "checkpoint", f"none yet in {record['checkpoint_dir']}"
     if job.latest_note is not None:
         yield ("" if job.latest else "checkpoint"), job.latest_note
-    yield "resumed", _resumed(record["round"], record["checkpoint"])
+    kept = record["history"][-1].get("kept") if record["history"] else None
+    resumed = _resumed(record["round"], record["checkpoint"])
+    yield "resumed", f"round {record['round']} by {ranks(kept)}, which go on" if kept else resumed
 
 
 def _resumed(round: int, checkpoint: Mapping[str, Any] | None) -> str:

@@ -15,6 +15,10 @@ From the worker:
                                                             ``"grace"`` where one is stated
 ``{"op": "ack", "reason": …, "kind": …}``                   the script knows that it is to end, and
                                                             will: exit code 0 now means "preempted"
+``{"op": "stands", "stands": b}``                           the script is in a loop that can go on
+                                                            when a rank is lost, or has left it
+``{"op": "enters", "round": r}``                            it knows of ``enter``
+``{"op": "entered", "round": r}``                           it takes part in that round
 ``{"op": "detach"}``                                        the context is closed
 ``{"op": …, "n": n, …}``                                    a request about checkpoints
                                                             (below), answered in order
@@ -28,6 +32,13 @@ From the agent:
                                                             ``"grace"`` within so many seconds,
                                                             with ``"stated"`` those that the
                                                             platform leaves, not the agent's own
+``{"op": "enter", "environ": {…},                           a rank was lost, and another round
+"present": [g, …]}``                                        begins, with this process: ``environ``
+                                                            has all its variables of that round,
+                                                            ``present`` the ranks that go on. A new
+                                                            worker follows each other one. If
+                                                            another ``enter`` comes, that alone
+                                                            counts
 ``{"n": n, "ok": …, …}``                                    the answer to request ``n``
 ``{"error": …}``                                            it refuses, and closes
 ==========================================================  =====================================
@@ -36,12 +47,19 @@ From the agent:
 goes on without delay). ``wire`` is the version of these messages and of those about checkpoints: an
 agent refuses a worker of another one.
 
+A worker that ``stands`` stays when another one of its node fails, if all others stand. If it does
+not answer ``enter`` within 10 s by ``enters``, it is killed. A new worker beside it finds the ranks
+that go on in ELAUNCH_PRESENT, and stands once it has what they have. While some ranks have yet to
+come, the others may number themselves from 0 for their checkpoints.
+
 The requests about checkpoints, which the agent writes, are numbered: one answer for each, in order,
 but for those with the number 0; ``n``, the number, is left out here. From the worker:
 
 =============================================  ====================================================
 ``{"op": "checkpoint", "round": r, "rank": g,  first request; ``d``: the directory or URL of the
-"local_rank": k, "place": d}``                 checkpoints
+"local_rank": k, "place": d}``                 checkpoints. May come again, when the worker has
+                                               another rank or has entered another round; until
+                                               then its requests are refused there
 ``{"op": "resumed", "uuid": u}``               may come before that: which shards of the save that
                                                the round resumes from are in this agent's memory
 ``{"op": "begin", "wait": b, "timeout": t}``   waits for the save in flight

@@ -131,6 +131,47 @@ def _swept_while_it_imports(directory: Path) -> list[object]:
     return [*(message[0]["op"] for message in found if message), between, server._later.due]
 
 
+def _reformed_while_it_imports(directory: Path) -> list[object]:
+    """Return what a server sends, in an import, of a round that ends before it has begun here."""
+    ours, theirs = socket.socketpair()
+    server, agent = Server(theirs), LocalChannel(ours)
+    stays, dead = (os.fork() for _ in range(2))
+    if 0 in (stays, dead):
+        time.sleep(600)
+    server._workers[stays] = _job(0)
+    (directory / "busy_module.py").write_text("import time\ntime.sleep(0.5)\n")
+    server._later.plan(["busy_module"], str(directory), 0.0)
+    server._later.note_start(stays, {})
+    store = {"op": "store", "round": 1, "host": "127.0.0.1", "fixed": False, "identity": ""}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        agent.send(store, [listening.fileno()])
+    fields = _job(1)._asdict() | {"mode": "command", "entrypoint": "true"}
+    job = {name: value for name, value in fields.items() if not name.startswith("std")}
+    agent.send({"op": "start", **job}, [os.open(os.devnull, os.O_WRONLY) for _ in range(2)])
+    sweep = {"op": "sweep", "round": 1, "signum": 0, "grace": 0.0, "deadline": 60.0}
+    agent.send({**sweep, "keeps": [0]})
+    server._unswept.add(dead)  # before it has a session of its own
+    server._import_later()
+    while server._sweep is not None:
+        server._collect()
+    server._send({"op": "end of the test"})
+    found = [message[0] for _ in range(3) if (message := agent.receive())]
+    lives = [os.path.exists(f"/proc/{pid}") for pid in (stays, dead)]
+    return [
+        *(each["op"] for each in found),
+        found[0].get("kept"),
+        *lives,
+        len(server._stores.files),
+    ]
+
+
+@pytest.mark.slow
+def test_a_round_with_workers_that_stay_does_not_wait_for_an_import(tmp_path: Path) -> None:
+    """Its store is opened, and it can end again; a worker that had not begun never does."""
+    found = processes.call_in_fork(lambda: _reformed_while_it_imports(tmp_path))
+    assert found == ["swept", "warmed", "end of the test", [0], True, False, 1]
+
+
 def test_an_import_that_is_swept_with_its_round_is_done_in_the_next(tmp_path: Path) -> None:
     """It has not died of what it imported, and the workers of later rounds gain by it."""
     *sent, between, due = processes.call_in_fork(lambda: _swept_while_it_imports(tmp_path))

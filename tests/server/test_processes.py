@@ -281,7 +281,8 @@ def test_nothing_to_end(ready: Ready) -> None:
         wait_until(lambda: proc.read_process(child) is None)
         swept = Sweep(order(), pid, tuple)
         assert swept.step()
-        assert swept.outcome() == {"op": "swept", "round": 3, "killed": [], "survivors": []}
+        nothing = {"round": 3, "kept": [], "killed": [], "survivors": []}
+    assert swept.outcome() == {"op": "swept", **nothing}
 
 
 def test_at_once_by_force(ready: Ready) -> None:

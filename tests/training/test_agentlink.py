@@ -333,3 +333,42 @@ def test_a_worker_that_is_killed_is_seen_at_once(agent: Agent) -> None:
         worker.send_signal(signal.SIGKILL)
         worker.wait(60)
     assert agent.hear() == {}
+
+
+def test_an_entry_is_answered_and_the_newest_counts(agent: Agent, page: ProgressPage) -> None:
+    """The link's thread answers; what this rank waits for is cut before it can be taken."""
+    link = AgentLink(agent.path, page, PLACE)
+    cut: list[bool] = []
+    link.on_entry = lambda: cut.append(link.has_entry)
+    link.start()
+    agent.accept()
+    assert link.take_entry(0.0) is None
+    for number in (4, 5):
+        environ = {"ELAUNCH_ROUND": str(number), "RANK": "5"}
+        agent.say({"op": "enter", "environ": environ, "present": [0, 5]})
+        assert agent.hear() == {"op": "enters", "round": number}
+    wait_until(lambda: len(cut) == 2)
+    entry = link.take_entry(SECONDS)
+    while entry is not None and entry.environ["ELAUNCH_ROUND"] == "4":
+        entry = link.take_entry(SECONDS)
+    assert entry is not None and entry.present == (0, 5) and entry.environ["RANK"] == "5"
+    assert cut == [True, True] and not link.has_entry
+    link.report_entered(5)
+    link.report_standing(True)
+    assert agent.hear() == {"op": "entered", "round": 5}
+    assert agent.hear() == {"op": "stands", "stands": True}
+    link.close()
+
+
+def test_nobody_waits_for_an_entry_of_an_agent_that_is_gone(
+    agent: Agent, page: ProgressPage
+) -> None:
+    """It returns at once."""
+    link = AgentLink(agent.path, page, PLACE)
+    link.start()
+    agent.accept()
+    threading.Timer(0.1, agent.end).start()
+    started = time.monotonic()
+    assert link.take_entry(SECONDS) is None
+    assert time.monotonic() - started < SECONDS / 2
+    link.close()

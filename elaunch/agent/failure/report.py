@@ -75,7 +75,7 @@ from elaunch.agent.failure.explain import Explanation
 from elaunch.agent.failure.verdict import FailureReport, summary
 from elaunch.agent.policy import events
 from elaunch.endings import Exit, signal_name
-from elaunch.text import count, ranks, shortened
+from elaunch.text import count, ranks, ranks_do, shortened
 
 WIDTH = 100
 HEADING = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
@@ -263,9 +263,12 @@ def _coded(known: Explanation) -> str:
 
 def _next(report: FailureReport) -> Iterator[str]:
     """Yield what the next round resumes from, and what that costs."""
-    if report.follows is None or report.follows.checkpoint is None:
+    if report.follows is not None and report.follows.kept:
+        who = ranks_do(report.follows.present, "stay")
+        yield f"Round {report.follows.round} loses no step: {who} in their processes"
+    if report.follows is None or report.follows.resumes_from is None:
         return
-    resumed, lost = report.follows.checkpoint, report.steps_lost
+    resumed, lost = report.follows.resumes_from, report.steps_lost
     cost = f"; {count(lost, 'step')} lost (it was at step {report.known.at_step})" if lost else ""
     yield from _wrap(
         f"Round {report.follows.round} resumes from step {resumed.step}{cost}: {resumed.path}"

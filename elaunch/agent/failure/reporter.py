@@ -116,7 +116,8 @@ class Reporter:
             is_victim = self._first.explanation.victim
             # What it has lost may be a rank of another node.
             lost = state.limits.meets and found.code in verdict.CLOSED
-        if state.phase is Phase.RUNNING and (state.alive or lost):
+        stay = bool(state.may_stay)  # they go on, and wait for the agent
+        if state.phase is Phase.RUNNING and (state.alive or lost) and not stay:
             self._looked = self._look(state.first, lost, is_victim)
 
     def accuse(self, state: State) -> str:

@@ -170,7 +170,7 @@ class FailureReport(Struct, frozen=True):
     @property
     def steps_lost(self) -> int | None:
         """How many steps the next round does again, where that is known."""
-        resumed = self.follows.checkpoint if self.follows else None
+        resumed = self.follows.resumes_from if self.follows else None
         at = self.known.at_step
         return None if resumed is None or at is None or at < resumed.step else at - resumed.step
 
@@ -205,7 +205,7 @@ class FailureReport(Struct, frozen=True):
     def _follows(self) -> dict[str, Any] | None:
         if self.follows is None:
             return None
-        resumed = self.follows.checkpoint
+        resumed = self.follows.resumes_from
         return {
             "round": self.follows.round,
             "resumed_step": resumed.step if resumed else None,

@@ -62,8 +62,9 @@ class RoundWorkers:
         self._debugged: set[int] = set()
 
     def begin(self, begun: Round) -> None:
-        """Forget the workers of the round before; those of the next are about to start."""
-        self.now = Living(begun)
+        """Forget the workers of the round before, but those that were kept."""
+        kept = {k: pid for k, pid in self.now.pids.items() if k in begun.present}
+        self.now = Living(begun, kept)
 
     def see(self, turn: Turn) -> None:
         """Take down which workers live."""

@@ -137,11 +137,15 @@ class Recorders:
         ended = living.ended - living.pids.keys()
         return WorkerAnswers(paths, begun.place.world_size, ended, answers, rests)
 
-    def remove(self, begun: Round | None) -> None:
-        """Remove the sockets of a round; nobody can remove them for a worker that was killed."""
+    def remove(self, begun: Round | None, kept: Collection[int] = ()) -> None:
+        """Remove the sockets of a round; nobody can remove them for a worker that was killed.
+
+        The ranks ``kept`` go on.
+        """
         if begun is None:
             return
-        paths = [worker_socket(self.run_dir, begun, rank) for rank in begun.own_ranks]
+        gone = begun.own_ranks.difference(kept)
+        paths = [worker_socket(self.run_dir, begun, rank) for rank in gone]
 
         def remove() -> None:
             for path in paths:
@@ -154,7 +158,8 @@ class Recorders:
 
 def worker_socket(run_dir: Path, begun: Round, rank: int) -> Path:
     """Return where the worker of a rank answers."""
-    return socket_path(run_dir, begun.round, rank - begun.first_rank)
+    local_rank = rank - begun.first_rank
+    return socket_path(run_dir, begun.born(local_rank), local_rank)
 
 
 class NoRecordError(OSError):

@@ -164,8 +164,8 @@ class Sampler:
         self.recorders.remove(self.workers.now.begun)
 
     def begin(self, begun: Round) -> None:
-        """Watch the next round; its workers are about to start."""
-        self.recorders.remove(self.workers.now.begun)
+        """Watch the next round; its workers are about to start, but for those that were kept."""
+        self.recorders.remove(self.workers.now.begun, begun.present)
         if self._lines is not None:
             self._lines.begin()
         self.workers.begin(begun)
@@ -236,10 +236,10 @@ class Sampler:
         living = self.workers.now
         if living.begun is None:
             return events.StacksTaken(-1)
-        number = living.begun.round
+        number, own = living.begun.round, {k - living.first_rank: k for k in sorted(living.pids)}
         wanted = tuple(
-            stacks.Worker(rank, pid, self._group.stacks_file(number, rank - living.first_rank))
-            for rank, pid in sorted(living.pids.items())
+            stacks.Worker(rank, living.pids[rank], self._group.stacks_file(living.begun.born(k), k))
+            for k, rank in own.items()
         )
 
         def ask(pids: Mapping[int, int], until: float) -> Mapping[int, Dump]:

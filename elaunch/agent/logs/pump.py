@@ -95,7 +95,9 @@ class LogPump:
         self._resting.register(self._wake, select.POLLIN)
         self._thread.start()
 
-    def open_round(self, round: int, ranks: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    def open_round(
+        self, round: int, ranks: Mapping[int, int], kept: Collection[int] = ()
+    ) -> dict[int, tuple[int, int]]:
         """Open the streams, directories and files of a round.
 
         Log files that cannot be created are reported on stderr and done without. Storage that takes
@@ -104,10 +106,12 @@ class LogPump:
         Args:
             round: round number, from 0.
             ranks: local rank to global rank of every worker of this node.
+            kept: local ranks of workers that the newest round had as well: what they write from
+                now on belongs to this one.
 
         Returns:
-            For each local rank the descriptors of its stdout and stderr. They are close-on-exec;
-            the caller passes them to the worker and closes them.
+            For each other local rank the descriptors of its stdout and stderr. They are
+            close-on-exec; the caller passes them to the worker and closes them.
 
         Raises:
             OSError: there are no descriptors left; nothing stays open.
@@ -115,7 +119,9 @@ class LogPump:
         for text in self._plan.shortcomings(ranks):
             self._show_once(text, text)
         self._hurried = False
-        opened = LogRound(round, dict(ranks))
+        before = {} if self._round is None else self._round.streams
+        old = {key: stream for key, stream in before.items() if key[0] in kept}
+        opened = LogRound(round, dict(ranks), before=old)
         write_ends = open_streams(opened, self._plan, self._consoles)
         self._round = opened
         self._unclosed = [*(each for each in self._unclosed if not each.done.is_set()), opened]
@@ -124,10 +130,11 @@ class LogPump:
             self.show(f"elaunch: {self._plan.log_root} is slow to open the log files; going on")
         return write_ends
 
-    def finish_round(self, timeout: float) -> bool:
+    def finish_round(self, timeout: float, kept: Collection[int] = ()) -> bool:
         """Wait until every stream of the newest round has ended and is on file.
 
-        The round closes its files after that by itself; `close` waits for it.
+        The round closes its files after that by itself; `close` waits for it. The streams of the
+        local ranks ``kept`` go on, in the next round.
         When the time is over, what can be read is read, and the streams that somebody still has
         open are named on stderr and closed. What a slow console has not taken yet stays queued.
 
@@ -141,12 +148,15 @@ class LogPump:
         if finished is None:
             return True
         self._hurried = True
-        self._post(lambda: None)  # ends a rest
-        if not finished.ended.wait(timeout):
+        if not finished.ended.is_set():
+            finished.others_ended.clear()
+        self._post(partial(self._note_kept, finished, kept))
+        if not finished.others_ended.wait(timeout):
             self._post(partial(self._abandon, finished))
-            finished.ended.wait(_ABANDON_WAIT)
-        finished.done.wait(CLOSE_PATIENCE)
-        return finished.ended.is_set() and not finished.held
+            finished.others_ended.wait(_ABANDON_WAIT)
+        if not kept:
+            finished.done.wait(CLOSE_PATIENCE)
+        return finished.others_ended.is_set() and not finished.held
 
     def withhold(self) -> None:
         """Keep the tracebacks of the newest round from the console until `settle`."""
@@ -300,6 +310,10 @@ class LogPump:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _adopt(self, opened: LogRound) -> None:
+        for key, old in opened.before.items():
+            if old in self._live:
+                opened.streams[key].follow(old)
+                self._end(old, self._live[old])
         for stream in opened.live:
             self._live[stream] = opened
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
@@ -311,12 +325,15 @@ class LogPump:
         if stream.writer is not None and stream.writer.withheld:
             self._withheld[stream] = of_round
         of_round.live.discard(stream)
-        if not of_round.live:
-            of_round.ended.set()
+        of_round.note_end()
+
+    def _note_kept(self, ending: LogRound, kept: Collection[int]) -> None:
+        ending.kept = frozenset(kept)
+        ending.note_end()
 
     def _abandon(self, overdue: LogRound) -> None:
         now = time.monotonic()
-        for stream in sorted(overdue.live, key=lambda stream: (stream.rank, stream.name)):
+        for stream in sorted(overdue.leaving, key=lambda stream: (stream.rank, stream.name)):
             if not stream.drain(now):
                 overdue.held.append(f"rank {stream.rank} {stream.name}")
             self._end(stream, overdue)
@@ -399,7 +416,7 @@ class LogPump:
                 each.held.append(f"rank {stream.rank} {stream.name}")
                 stream.close()
             each.live.clear()
-            each.ended.set()
+            each.note_end()
         self._live.clear()
         for console in set(self._consoles.values()):
             console.close()

@@ -129,6 +129,17 @@ class OutputStream:
             return  # the terminal has just gone away
         self._size = size
 
+    def again(self) -> OutputStream:
+        """Return a stream that reads on where this one is ended, for the round that follows."""
+        return OutputStream(os.dup(self.fd), self.local_rank, self.rank, self.name, self._terminal)
+
+    def follow(self, old: OutputStream) -> None:
+        """Go on with what the stream of this worker in the round before has read and not shown."""
+        self.tail, self.listener, self.writer = old.tail, old.listener, old.writer
+        old.writer = None
+        if self.writer is not None:
+            self.writer.waits = self.writer.drops = False
+
     def close(self) -> None:
         """Show and copy the unfinished last line, then close the read end; the file stays open.
 
@@ -179,6 +190,8 @@ class LogRound:
     Args:
         number: round number.
         ranks: local rank to global rank.
+        before: streams of workers that the round before had as well; they end when this one's are
+            read in their place.
 
     Attributes:
         streams: by local rank and name (``stdout``, ``stderr``); kept for their tails.
@@ -187,20 +200,37 @@ class LogRound:
         arrivals: when their bytes came, if that can be noted.
         held: what somebody still had open when the round was given up, in words.
         opened: set when workers may start: the directories are there, as far as they can be.
-        ended: set when all streams have ended, and what was read is on file.
+        kept: the local ranks of the workers that go on in the next round.
+        others_ended: set when the streams of all others have ended, and what was read is on file.
+        ended: set when all streams have ended.
         done: set when all files are closed.
     """
 
     number: int
     ranks: Mapping[int, int]
+    before: Mapping[tuple[int, str], OutputStream] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
     streams: dict[tuple[int, str], OutputStream] = field(default_factory=dict)
     live: set[OutputStream] = field(default_factory=set)
     filtered: dict[str, LogFile] = field(default_factory=dict)
     arrivals: LogFile | None = None
     held: list[str] = field(default_factory=list)
     opened: threading.Event = field(default_factory=threading.Event)
+    others_ended: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def leaving(self) -> list[OutputStream]:
+        """The streams that are to end with the round, and have not."""
+        return [stream for stream in self.live if stream.local_rank not in self.kept]
+
+    def note_end(self) -> None:
+        """Note what has ended."""
+        if not self.leaving:
+            self.others_ended.set()
+        if not self.live:
+            self.ended.set()
 
     def serve(self, plan: LogPlan, complain: Complaint, read: Callable[[], object]) -> None:
         """Open the files, in a thread of their own, and close them when the streams have ended.
@@ -245,7 +275,7 @@ def open_streams(
         consoles: by name of the stream.
 
     Returns:
-        For each local rank the write ends of stdout and stderr.
+        For each local rank that the round before had not the write ends of stdout and stderr.
 
     Raises:
         OSError: no descriptors left; nothing stays open.
@@ -256,6 +286,10 @@ def open_streams(
         for local_rank, name in product(opened.ranks, STREAM_BITS):
             console = consoles[name] if plan.shows(local_rank, name) else None
             tees = plan.tees(local_rank, name)
+            old = opened.before.get((local_rank, name))
+            if old is not None:
+                opened.streams[local_rank, name] = old.again()
+                continue
             read_end, write_end, is_pty = open_channel(None if tees else console)
             terminal = console if is_pty else None
             stream = OutputStream(read_end, local_rank, opened.ranks[local_rank], name, terminal)
@@ -279,7 +313,8 @@ def open_streams(
             os.close(fd)
         raise
     opened.live.update(opened.streams.values())
-    return {rank: (ends[rank, "stdout"], ends[rank, "stderr"]) for rank in opened.ranks}
+    started = (rank for rank in opened.ranks if (rank, "stdout") in ends)
+    return {rank: (ends[rank, "stdout"], ends[rank, "stderr"]) for rank in started}
 
 
 def open_files(opened: LogRound, plan: LogPlan, complain: Complaint) -> None:

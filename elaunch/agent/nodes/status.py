@@ -29,6 +29,7 @@ from elaunch.rendezvous.plan import (
     NodeTimes,
     Plan,
     Preempted,
+    Survivors,
     WorkerFailure,
 )
 from elaunch.rendezvous.text import differences
@@ -128,6 +129,7 @@ class StatusPublisher:
             asks=_asks(state),
             restart=state.restart,
             held=state.held if own_state in AT_REST and state.finish is None else (),
+            survivors=_survivors(state),
             reason=_reason(state),
             exit_code=_own_code(state),
             times=self._times() if is_due else old.times,
@@ -244,6 +246,14 @@ class StatusPublisher:
 def _preempted(state: State) -> Preempted:
     """Return why the workers, which have ended with 0, are not done."""
     return state.notice.kind if state.preempted and state.notice is not None else ""
+
+
+def _survivors(state: State) -> Survivors:
+    """Return what those of the workers do that stay for the next round; or ""."""
+    failed = {one.local_rank for one in (state.first, *state.later) if one is not None}
+    if not (state.stay and failed):
+        return ""
+    return "wait" if failed & state.stands else "work"
 
 
 def _asks(state: State) -> str:

@@ -17,11 +17,15 @@ class Nothing(Struct, frozen=True):
 
 
 class StartRound(Struct, frozen=True):
-    """Start all workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest."""
+    """Start the workers of ``round`` from ``checkpoint``; ``first_rank`` is this node's lowest.
+
+    The workers with the local ranks ``keeps`` go on from the round before.
+    """
 
     round: int
     checkpoint: Checkpoint | None
     first_rank: int = 0
+    keeps: frozenset[int] = frozenset()
 
 
 class Meet(Struct, frozen=True):
@@ -38,11 +42,13 @@ class StopWorkers(Struct, frozen=True):
 class EndTree(Struct, frozen=True):
     """End what is left of the round: ``signum`` and ``grace`` seconds first, if any, then KILL.
 
-    A grace that StopWorkers has begun goes on; it does not begin anew.
+    A grace that StopWorkers has begun goes on; it does not begin anew. The workers with the local
+    ranks ``keeps``, which the next round has as well, stay with what they have started.
     """
 
     signum: signal.Signals | None = None
     grace: float = 0.0
+    keeps: frozenset[int] | None = None
 
 
 class AwaitChildren(Struct, frozen=True):

@@ -21,6 +21,10 @@ SignalReceived      signal handlers,         a person, a scheduler or the kernel
 DeadlinePassed      the loop's own clock     the state's deadline has come
 Fenced              server reader            all workers were killed: no renewal came in time
 WorkerListens       workers' links           a script asks should_preempt()
+WorkerStands        workers' links           a script is in a loop that can go on without a rank, or
+                                             it has left it
+WorkerEnters        workers' links           a worker that was kept knows of the new round, or is
+                                             in it
 NoticeKnown         workers' links           it knows of a notice from another node's agent
 PreemptAcked        workers' links           a script reports that it ends because of the notice
 PreemptAsked        control socket, timer,   somebody asks that the job end, to be continued
@@ -113,12 +117,14 @@ class RanksAsked(Struct, frozen=True):
 class TreeGone(Struct, frozen=True):
     """All of ``round`` has ended; ``killed`` had outlived the workers, ``survivors`` cannot die.
 
-    A survivor has the user whose process it is if that is why, None if it hangs in the kernel.
+    A survivor has the user whose process it is if that is why, None if it hangs in the kernel. The
+    workers with the local ranks ``kept`` were to stay.
     """
 
     round: int
     killed: tuple[tuple[int, str], ...] = ()
     survivors: tuple[tuple[int, str, int | None], ...] = ()
+    kept: frozenset[int] = frozenset()
 
 
 class StoreLost(Struct, frozen=True):
@@ -200,6 +206,22 @@ class WorkerListens(Struct, frozen=True):
 
     round: int
     local_rank: int
+
+
+class WorkerStands(Struct, frozen=True):
+    """The script of worker ``local_rank`` can go on with a new group when a rank is lost."""
+
+    round: int
+    local_rank: int
+    stands: bool
+
+
+class WorkerEnters(Struct, frozen=True):
+    """Worker ``local_rank``, which was kept, knows of ``round``; ``done``: it takes part in it."""
+
+    round: int
+    local_rank: int
+    done: bool
 
 
 class NoticeKnown(Struct, frozen=True):
@@ -317,6 +339,8 @@ Event = (
     | DeadlinePassed
     | Fenced
     | WorkerListens
+    | WorkerStands
+    | WorkerEnters
     | NoticeKnown
     | PreemptAcked
     | PreemptAsked

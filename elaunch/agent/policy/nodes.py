@@ -118,7 +118,8 @@ def at_rest(state: State, what: str) -> Decision:
         return _meet(state, what)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
-        return StartRound(plan.round, _checkpoint(state, plan), first_rank), plan.reason
+        begins = StartRound(plan.round, _checkpoint(state, plan), first_rank, state.stay)
+        return begins, plan.reason
     return _meet(state, what)
 
 

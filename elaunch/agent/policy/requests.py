@@ -144,6 +144,8 @@ def asked_rest(state: State, event: Asked) -> Decision:
     """End the job, or have the other nodes' workers asked."""
     if state.asked_to_end and state.notice is not None:
         return _again(state.notice, event.reason, None)
+    if state.stay:
+        return asked_end(state, event)
     if not state.limits.meets:
         return Finish(PREEMPTED), f"{event.reason}: no worker runs; to be continued"
     what = f"{event.reason}: no worker runs on this node; the other nodes are asked, too"

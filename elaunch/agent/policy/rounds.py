@@ -29,6 +29,7 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import LOST, State, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ElaunchError, ServerError, UsageError
+from elaunch.text import ranks_do
 
 SILENT: Final = "its server is not ready: what it imports hangs, or its file system does not answer"
 SERVER_RESTARTS: Final = 3
@@ -128,9 +129,9 @@ def _not_started(state: State, local_rank: int, problem: str) -> Decision:
 
 
 def exit_run(state: State, event: events.Exit) -> Decision:
-    """Stop the others after the first failure; sweep when no worker is left."""
+    """Stop the others after the first failure, or keep them; sweep when no worker is left."""
     if state.alive:
-        return _stop_siblings(state) if event == state.first else NOTHING
+        return _exit_beside(state, event)
     if state.failed:
         what = failure(state) if event == state.first else event.text
         return EndTree(), f"{what}; no other worker is left"
@@ -142,6 +143,16 @@ def exit_run(state: State, event: events.Exit) -> Decision:
     return _sweep(state, what)
 
 
+def _exit_beside(state: State, event: events.Exit) -> Decision:
+    """Return what the end of a worker means to those that live."""
+    if event == state.first:
+        return _stop_siblings(state)
+    if state.preempted and not state.failed:
+        rest = f"ending {workers(len(state.alive))} with nothing to save"
+        return EndTree(), f"all others have saved and ended; {rest}"
+    return _left_early(state) if state.left else NOTHING
+
+
 def _sweep(state: State, what: str) -> Decision:
     reason = f"{what}; ending what they left, if anything"
     return EndTree(signal.SIGTERM, state.limits.sibling_grace), reason
@@ -149,8 +160,44 @@ def _sweep(state: State, what: str) -> Decision:
 
 def _stop_siblings(state: State) -> Decision:
     others, grace = workers(len(state.alive)), state.limits.sibling_grace
+    if keeps := state.may_stay:
+        return EndTree(keeps=keeps), f"{failure(state)}; {_stay(state, keeps)}"
     reason = f"{failure(state)}; stopping the other {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
+
+
+def _stay(state: State, keeps: frozenset[int]) -> str:
+    who = ranks_do((state.first_rank + local_rank for local_rank in keeps), "stay")
+    return f"{who} for the next round"
+
+
+def exit_stay(state: State, event: events.Exit) -> Decision:
+    """End what one has left that was to stay."""
+    if event.local_rank not in state.staying:
+        return NOTHING
+    if state.stay:
+        return EndTree(keeps=state.stay), f"{event.text}, too; {_stay(state, state.stay)}"
+    return EndTree(), f"{event.text}, too; no other worker is left"
+
+
+def stands_run(state: State, _: events.WorkerStands) -> Decision:
+    """End the round if one that was kept is elsewhere: nobody can go on without it."""
+    return _left_early(state) if state.left and state.alive else NOTHING
+
+
+def _left_early(state: State) -> Decision:
+    who = ranks_do((state.first_rank + local_rank for local_rank in state.left), "have")
+    what = f"{who} left the loop before round {state.round} began"
+    return EndTree(keeps=frozenset()), f"{what}; killing {workers(len(state.alive))}"
+
+
+def stands_stay(state: State, event: events.WorkerStands) -> Decision:
+    """Stop those that were to stay: one of them is elsewhere."""
+    if event.stands or event.local_rank not in state.stay:
+        return NOTHING
+    others, grace = workers(len(state.stay)), state.limits.sibling_grace
+    what = f"rank {state.first_rank + event.local_rank} has left its loop"
+    return StopWorkers(signal.SIGTERM, grace), f"{what}; stopping {others}, grace {grace:g} s"
 
 
 def exit_stop(state: State, _: events.Exit) -> Decision:
@@ -167,9 +214,11 @@ def lost_round(_: State, event: events.ServerLost) -> Decision:
     return EndTree(), f"{server_ended(event.exitcode)}; its workers ended with it"
 
 
-def gone_sweep(state: State, _: events.TreeGone) -> Decision:
+def gone_sweep(state: State, event: events.TreeGone) -> Decision:
     """Write out what is in memory, or go on to what follows."""
-    if not state.saves:
+    if event.kept != state.staying:
+        return NOTHING  # another sweep was asked for since
+    if not state.saves or state.stay:
         return after_tree(state)
     if state.completed and not state.preempted and state.interrupted is None:
         return Settle(LAST_SAVE_S), ""
@@ -215,7 +264,18 @@ def due_run(state: State, _: events.DeadlinePassed) -> Decision:
         return _end_hung(state, "no stacks captured in time")
     if state.notice is not None:
         return requests.overdue(state)
+    if late := state.silent & state.alive:
+        return _silent(state, late)
     return _not_started(state, 0, SILENT) if state.began is None else NOTHING
+
+
+def _silent(state: State, late: frozenset[int]) -> Decision:
+    """Kill the workers that were kept and do not answer: that is this round's failure."""
+    who = ranks_do((state.first_rank + local_rank for local_rank in late), "do")
+    what = f"{who} not answer as round {state.round} begins"
+    keeps = state.may_stay - late
+    stay = f"; {_stay(state, keeps)}" if keeps else ""
+    return EndTree(keeps=keeps), f"{what}; killing {workers(len(state.alive - keeps))}{stay}"
 
 
 def due_stop(state: State, _: events.DeadlinePassed) -> Decision:
@@ -316,7 +376,9 @@ def after_tree(state: State, also: str = "") -> Decision:
 
 
 def _next(state: State) -> Decision:
-    if state.limits.meets or state.restarts_round:
+    is_over = state.plan is not None and state.plan.phase == "over"
+    is_over = is_over and state.interrupted is None  # the plan that says so may follow from that
+    if state.limits.meets or state.restarts_round or is_over:
         return nodes.after_round(state)
     asked = state.interrupted is not None or state.asked_in_round
     if state.failed and not state.completed and not asked:

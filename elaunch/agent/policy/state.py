@@ -12,8 +12,8 @@
 
 STARTING: the server imports, and counts the devices where no number was given; the checkpoint
 directory is looked at. This node joins the job as soon as the last two are known. MEETING: nothing
-of a round is left here, and the coordinator's plan says what comes (elaunch.rendezvous): a round,
-from which checkpoint, after a backoff, or the end.
+of a round is left here but the workers that stay, and the coordinator's plan says what comes
+(elaunch.rendezvous): a round, from which checkpoint, after a backoff, or the end.
 RUNNING: workers run. STOPPING: they were signalled, the grace runs. SWEEPING: what they left is
 waited for (--wait-for-children) and ended. FLUSHING: checkpoints that the workers have left in the
 agent's memory are written out, as far as the next round cannot load them from there.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -114,6 +115,12 @@ class State(Struct, frozen=True):
         restarts, without_progress: of the job: for life, and since a newer checkpoint was seen.
         checkpoint: what this round resumed from.
         began: when the round's first worker was started, in monotonic seconds.
+        stands: the workers whose scripts can go on with a new group when a rank is lost.
+        staying: those that were kept when the round ended, for the next one.
+        kept: those that have what they need from the round before, if any was kept, and in which
+            round the process of each was started.
+        silent: the kept ones that do not know of this round yet; ``entering``: those that do not
+            take part in it yet.
         listens: the workers whose scripts ask should_preempt().
         notice: what they were sent, if anything; ``notified_in``: the phase in which it came.
         acked: the workers that reported that they end because of it.
@@ -152,6 +159,11 @@ class State(Struct, frozen=True):
     without_progress: int = 0
     checkpoint: Checkpoint | None = None
     began: float | None = None
+    stands: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
+    kept: Mapping[int, int] = {}
+    silent: frozenset[int] = frozenset()
+    entering: frozenset[int] = frozenset()
     listens: frozenset[int] = frozenset()
     notice: Notice | None = None
     notified_in: Phase | None = None
@@ -206,8 +218,17 @@ class State(Struct, frozen=True):
 
     @property
     def completed(self) -> bool:
-        """Whether every worker has ended with 0 by itself; no signal can undo that."""
-        return bool(self.succeeded) and len(self.succeeded) == self.limits.nproc
+        """Whether every worker has ended with 0 by itself; no signal can undo that.
+
+        Newcomers to those that were kept have nothing to save where these were asked to end.
+        """
+        done = self.succeeded | self.new if self.acked else self.succeeded
+        return bool(self.succeeded) and len(done) == self.limits.nproc
+
+    @property
+    def new(self) -> frozenset[int]:
+        """The workers of this round that do not have yet what those have that were kept."""
+        return frozenset(range(self.limits.nproc)) - self.kept.keys() if self.kept else frozenset()
 
     @property
     def preempted(self) -> bool:
@@ -226,6 +247,35 @@ class State(Struct, frozen=True):
         """Whether the round of the newest plan ends, or is to end, because somebody has asked."""
         plan = self.plan
         return plan is not None and self.restart is not None and self.restart.round == plan.round
+
+    @property
+    def may_stay(self) -> frozenset[int]:
+        """The living workers that can go on in the next round, now that one has failed; or none.
+
+        All must be able to, but for newcomers to those that were kept: they have nothing to lose,
+        and one that ends by itself cannot join. A node of several keeps none.
+        """
+        ends = self.notice is not None or self.interrupted is not None or self.hang is not None
+        ends = ends or self.restarts_round or self.limits.meets or self.limits.max_restarts == 0
+        first, new = self.first, self.new
+        unfit = first is not None and first.local_rank in new and first.exitcode > 0
+        if ends or unfit or self.succeeded or not self.alive - new <= self.stands:
+            return frozenset()
+        return self.alive & self.stands
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The kept workers whose scripts went on to something else before they took part."""
+        return self.entering & (self.succeeded | (self.alive - self.stands))
+
+    @property
+    def stay(self) -> frozenset[int]:
+        """The workers that wait for the next round, while nothing else is left of this one."""
+        return self.alive & self.staying
+
+    def births(self, keeps: frozenset[int]) -> dict[int, int]:
+        """Return in which round the processes of workers of this round were started."""
+        return {local_rank: self.kept.get(local_rank, self.round) for local_rank in keeps}
 
     @property
     def asked_in_round(self) -> bool:
@@ -247,6 +297,12 @@ def observe(state: State, event: events.Event) -> State:
         return replace(state, server_lost=event.exitcode, alive=frozenset(), ready=False)
     if isinstance(event, events.WorkerListens) and event.round == state.round:
         return replace(state, listens=state.listens | {event.local_rank})
+    if isinstance(event, events.WorkerStands) and event.round == state.round:
+        return _observe_stands(state, event)
+    if isinstance(event, events.WorkerEnters) and event.round == state.round:
+        done = frozenset({event.local_rank})
+        entering = state.entering - done if event.done else state.entering
+        return replace(state, silent=state.silent - done, entering=entering)
     if isinstance(event, events.PreemptAcked) and event.round == state.round:
         notice = state.notice or event.notice
         return replace(state, notice=notice, acked=state.acked | {event.local_rank})
@@ -259,6 +315,14 @@ def observe(state: State, event: events.Event) -> State:
     if state.phase is Phase.STARTING:
         state = _observe_start(state, event)
     return _observe_news(state, event)
+
+
+def _observe_stands(state: State, event: events.WorkerStands) -> State:
+    others, local_rank = state.stands - {event.local_rank}, event.local_rank
+    if not event.stands:
+        return replace(state, stands=others)
+    kept = {local_rank: state.round, **state.kept} if state.kept else {}
+    return replace(state, stands=others | {local_rank}, kept=kept)
 
 
 def _observe_start(state: State, event: events.Event) -> State:
@@ -316,7 +380,9 @@ def _observe_exit(state: State, event: events.Exit) -> State:
     # After a person's signal all ends are taken for its effect: many schedulers signal the
     # workers, too, and those that handle it end before the agent's own signal reaches them.
     signalled = state.interrupted is not None and state.notice is None
-    if event.stopped or (signalled and state.first is None):
+    # One that does not stay is ended with what the first to fail has left.
+    dropped = bool(state.staying) and event.local_rank not in state.staying
+    if event.stopped or (dropped and state.first) or (signalled and state.first is None):
         return replace(state, stopped=(*state.stopped, event))
     if event.exitcode == 0:
         return replace(state, succeeded=state.succeeded | {event.local_rank})
@@ -337,7 +403,13 @@ def follow(state: State, action: Action, reason: str = "") -> State:
             restarts=state.plan.restarts,
             without_progress=state.plan.without_progress,
             checkpoint=action.checkpoint,
-            saves=action.checkpoint is not None and bool(action.checkpoint.uuid),
+            saves=bool(action.checkpoint and action.checkpoint.uuid)
+            or bool(action.keeps and state.saves),
+            stands=state.stands & action.keeps,
+            kept=state.births(action.keeps),
+            silent=action.keeps,
+            entering=action.keeps,
+            listens=state.listens & action.keeps,
             plan=state.plan,
             name=state.name,
             member=state.name,
@@ -355,7 +427,8 @@ def follow(state: State, action: Action, reason: str = "") -> State:
     if isinstance(action, AwaitChildren):
         return replace(state, phase=Phase.SWEEPING, waits=True)
     if isinstance(action, EndTree):
-        return replace(state, phase=Phase.SWEEPING, waits=False)
+        staying = action.keeps or frozenset()
+        return replace(state, phase=Phase.SWEEPING, waits=False, staying=staying)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
     if isinstance(action, Settle):
@@ -393,11 +466,16 @@ def refusal(state: State, round_number: int, uuid: str = "") -> str:
     """
     if uuid and state.checkpoint is not None and state.checkpoint.uuid == uuid:
         return ""
-    if state.round != round_number:
+    if state.round != round_number and not _goes_on(state, round_number):
         return f"the job is in round {state.round}"
-    if state.phase not in COMMITTING:
+    if state.phase not in COMMITTING and not state.stay:
         return "it is over, and the checkpoint of the next round is being chosen"
     return ""
+
+
+def _goes_on(state: State, round_number: int) -> bool:
+    """Whether the workers of this round have what those of that one had, and go on from there."""
+    return min(state.kept.values(), default=state.round) <= round_number < state.round
 
 
 # ── the phrases that reasons are made of ─────────────────────────────────────────────────────────

@@ -12,13 +12,14 @@ decided says why. A new event is one row here and one in tests/agent/policy/test
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from msgspec import Struct
 
 from elaunch.agent.policy import events as on
-from elaunch.agent.policy.actions import NOTHING, Decision, Finish, Settle
+from elaunch.agent.policy.actions import NOTHING, Decision, Finish, Settle, StopWorkers
 from elaunch.agent.policy.nodes import (
     cut_rest,
     cut_run,
@@ -47,6 +48,7 @@ from elaunch.agent.policy.rounds import (
     due_stop,
     due_sweep,
     exit_run,
+    exit_stay,
     exit_stop,
     forward,
     forward_no,
@@ -65,8 +67,10 @@ from elaunch.agent.policy.rounds import (
     sig_stop,
     sig_sweep,
     stacks_run,
+    stands_run,
+    stands_stay,
 )
-from elaunch.agent.policy.state import Phase, State, is_unsettled
+from elaunch.agent.policy.state import Phase, State, is_unsettled, workers
 
 
 class Ignored(Struct, frozen=True):
@@ -104,7 +108,7 @@ TABLE: Final[Mapping[object, tuple[Cell, ...]]] = {
     on.ServerLost:       (lost_start,  lost_meet,  lost_round, lost_round, lost_round, lost_round),
     on.WorkerStarted:    (never,       past,       noted,      noted,      noted,      past),
     on.WorkerNotStarted: (never,       past,       no_start,   past,       past,       past),
-    on.Exit:             (never,       past,       exit_run,   exit_stop,  later,      past),
+    on.Exit:             (never,       exit_stay,  exit_run,   exit_stop,  exit_stay,  past),
     on.TreeGone:         (never,       past,       early,      early,      gone_sweep, past),
     on.StoreLost:        (shown,       shown,      shown,      shown,      shown,      shown),
     on.SaverUsed:        (never,       past,       noted,      noted,      noted,      past),
@@ -116,6 +120,8 @@ TABLE: Final[Mapping[object, tuple[Cell, ...]]] = {
     on.PreemptAsked:     (asked_rest,  asked_rest, asked_run,  asked_end,  asked_end,  asked_end),
     on.RestartAsked:     (restart,     restart,    restart,    restart,    restart,    restart),
     on.NoticeKnown:      (never,       past,       notice_run, past,       past,       past),
+    on.WorkerStands:     (never,       stands_stay, stands_run, noted,     stands_stay, noted),
+    on.WorkerEnters:     (never,       past,       noted,      noted,      noted,      past),
     on.WorkerListens:    (never,       past,       listen_run, noted,      noted,      noted),
     on.PreemptAcked:     (never,       past,       noted,      noted,      noted,      noted),
     on.FenceAsked:       (other,       other,      other,      other,      other,      other),
@@ -143,6 +149,10 @@ def decide(state: State, event: on.Event) -> Decision:
     if state.phase is Phase.ENDED or getattr(event, "round", state.round) != state.round:
         return NOTHING
     action, reason = TABLE[row(state, event)][PHASES.index(state.phase)](state, event)
+    if isinstance(action, Finish) and state.stay:
+        grace, others = state.limits.sibling_grace, workers(len(state.stay))
+        why = f"{reason}; stopping the other {others}, grace {grace:g} s"
+        return StopWorkers(signal.SIGTERM, grace), why
     if isinstance(action, Finish) and is_unsettled(state):
         return Settle(state.limits.shutdown_timeout, then=action, why=reason), ""
     return action, reason

@@ -7,6 +7,7 @@ the workers' links, the hang watch, the saver, the run's record and the event lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from msgspec import Struct
@@ -29,9 +30,11 @@ class Round(Struct, frozen=True, dict=True):
         nproc: how many workers this node has in it.
         restarts: how many restarts the job has had.
         reason: why it follows the round before; empty in round 0.
-        checkpoint: the one that it resumes from.
+        checkpoint: the newest as it began, from which it resumes (``resumes_from``).
         plan: of a job of several nodes; None: this node is the whole job.
         name: of this node in the plan.
+        kept: the local ranks of the workers that the round before had as well, and in which round
+            the process of each was started.
     """
 
     round: int
@@ -41,6 +44,7 @@ class Round(Struct, frozen=True, dict=True):
     checkpoint: Checkpoint | None = None
     plan: Plan | None = None
     name: str = ""
+    kept: Mapping[int, int] = {}
 
     @cached_property
     def place(self) -> env.NodePlace:
@@ -58,6 +62,23 @@ class Round(Struct, frozen=True, dict=True):
     def own_ranks(self) -> frozenset[int]:
         """The ranks of this node's workers."""
         return frozenset(range(self.first_rank, self.first_rank + self.nproc))
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that go on from the round before."""
+        return [self.first_rank + local_rank for local_rank in sorted(self.kept)]
+
+    def born(self, local_rank: int) -> int:
+        """Return the round in which the process of a worker was started."""
+        return self.kept.get(local_rank, self.round)
+
+    @property
+    def resumes_from(self) -> Checkpoint | None:
+        """The checkpoint that its workers begin from; None where others go on from where they are.
+
+        Then ``checkpoint`` is what a round would resume from that none of them lives to see.
+        """
+        return None if self.kept else self.checkpoint
 
     @property
     def resumed(self) -> str:
@@ -95,6 +116,8 @@ class Turn(Struct, frozen=True):
 
 def make_turn(state: State, event: events.Event) -> Turn:
     """Return the turn that ``event`` makes in ``state``."""
+    if isinstance(event, events.Exit) and state.kept.get(event.local_rank) == event.round:
+        event = event._replace(round=state.round)  # the server knows its first round
     return _decided(observe(state, event), event)
 
 
@@ -119,4 +142,5 @@ def _begun(state: State, action: StartRound, reason: str) -> Round:
         checkpoint=action.checkpoint,
         plan=state.plan if state.limits.meets else None,
         name=state.name,
+        kept=state.births(action.keeps),
     )

@@ -60,7 +60,7 @@ class Save:
         problem: why it comes to nothing.
         done: whether nothing more is expected of it here; threads may still write.
         stays: whether its stage is left to the process that chooses the next checkpoint.
-        adopted: whether it is of an earlier round, and the round has resumed from it.
+        adopted: whether it is of an earlier round, and the round has resumed from it, or goes on.
     """
 
     stage: Stage
@@ -309,17 +309,21 @@ class SavesInFlight:
         if self._last is None or self._last.age <= done.age:
             self._last = done
 
-    def end_round(self, adopted: str = "", resumed: str = "") -> list[Save]:
+    def end_round(self, adopted: str = "", resumed: str = "", whole: bool = False) -> list[Save]:
         """Forget the ranks: the next ones are others. Return the saves that go on.
 
-        They are those whose uuid is ``adopted``. The one that is the checkpoint ``resumed`` is
-        committed, if the thread that does that here has not come to note it.
+        They are those whose uuid is ``adopted``; and, if ``whole``, those of which all shards are
+        here. The one that is the checkpoint ``resumed`` is committed, if the thread that does that
+        here has not come to note it.
         """
         self._ranks.clear()
         self.gone.clear()
         self.ending = False
         for save in self.by_stage.values():
-            save.adopted = bool(adopted) and save.stage.uuid == adopted and not save.problem
+            goes_on = bool(adopted) and save.stage.uuid == adopted
+            here = bool(save.shards) and not save.missing(range(save.world_size))
+            goes_on = goes_on or (whole and here and not save.done)
+            save.adopted = goes_on and not save.problem
             if not save.adopted:
                 lost = save.busy and save.stage.final != resumed
                 self.drop(save, "the next round does not resume from it" if lost else "")

@@ -209,15 +209,16 @@ class SaveQueue:
             left = max(0.0, until - time.monotonic())
             self._changed.wait_for(lambda: not any(save.retiring for save in saves), left)
 
-    def end_round(self, adopted: str = "", resumed: str = "") -> None:
+    def end_round(self, adopted: str = "", resumed: str = "", whole: bool = False) -> None:
         """Forget the round's ranks, and its saves that are still open.
 
         ``resumed`` is the name of the checkpoint that the next round resumes from, ``adopted`` the
         uuid of the save that it resumes from out of memory. That goes on, also where this process
-        was done with it and is the one that commits from now on.
+        was done with it and is the one that commits from now on. ``whole``: workers were kept, and
+        each save goes on of which all shards are here.
         """
         with self._changed:
-            going_on = self._saves.end_round(adopted, resumed)
+            going_on = self._saves.end_round(adopted, resumed, whole)
             for save in going_on:
                 save.commits = self._rules.commits(save.first_shard())
                 save.done = save.committed is not None or not (save.commits or save.busy)
@@ -285,11 +286,13 @@ class SaveQueue:
     def unfinished(self) -> tuple[str, ...]:
         """Return the names of the stages that threads of this process still write into.
 
-        Complete stages that are being committed are left out: another process may take them over.
+        And those that lack shards which may come, as its ranks live. Complete stages that are being
+        committed are left out: another process may take them over.
         """
         with self._changed:
-            known = self._saves.by_stage.items()
-            return tuple(name for name, save in known if save.writing or save.adopting)
+            known, ending = self._saves.by_stage.items(), self._saves.ending
+            due = {name for name, s in known if not (s.done or s.committing or ending)}
+            return tuple(name for name, s in known if s.writing or s.adopting or name in due)
 
     # ── the threads ──────────────────────────────────────────────────────────────────────────────
 
@@ -331,7 +334,8 @@ class SaveQueue:
 
     def _awaited(self, save: Save) -> bool:
         """Whether an own rank has yet to stage its shard."""
-        return not save.adopted and bool(save.missing(self._rules.own_ranks()))
+        ranks = (rank for rank in self._rules.own_ranks() if rank < save.world_size)
+        return not save.adopted and bool(save.missing(ranks))
 
     def _reporting(self, shard: StagedShard, writing: Writing) -> AbstractContextManager[None]:
         """Report every REPORT_S to the nodes that commit that the shard is being written."""

@@ -133,6 +133,9 @@ class AgentSaver:
         connection: ServedWorker | None = None
         try:
             while (request := requests.next()) is not None:
+                if connection is not None and request.get("op") == "checkpoint":
+                    connection.left()
+                    connection = None
                 if connection is None and request.get("op") == "resumed":
                     requests.answer(request, self._resumed(request))
                 elif connection is None:
@@ -275,8 +278,10 @@ def _refusal(request: Message, round_: Round | None) -> str:
     if request["round"] != round_.round:
         return f"round {request['round']} is over: round {round_.round} runs here"
     local_rank = request["local_rank"]
-    if not 0 <= local_rank < round_.nproc or request["rank"] != round_.first_rank + local_rank:
-        return f"rank {request['rank']} with local rank {local_rank} is not of this node"
+    rank, ranks = request["rank"], round_.own_ranks
+    own = rank in ranks if round_.kept else rank == round_.first_rank + local_rank
+    if not (own and 0 <= local_rank < round_.nproc):
+        return f"rank {rank} with local rank {local_rank} is not of this node"
     return ""
 
 

@@ -193,10 +193,11 @@ class SaverService:
             self.rules.begin(round_)
             old, self._connections = list(self._connections.values()), {}
         for connection in old:
-            connection.close()
+            if connection.local_rank not in round_.kept:
+                connection.close()
         found = round_.checkpoint
         adopted = "" if found is None else found.uuid
-        self.queue.end_round(adopted, round_.resumed)
+        self.queue.end_round(adopted, round_.resumed, whole=bool(round_.kept))
         self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"
@@ -293,7 +294,7 @@ class SaverService:
             old = self._connections.get(connection.rank)
             self._connections[connection.rank] = connection
         self.queue.join(connection.rank)
-        if old is not None:
+        if old is not None and old.local_rank == connection.local_rank:
             old.close()
         try:
             self._lock(connection)

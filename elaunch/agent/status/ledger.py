@@ -63,7 +63,7 @@ class SlotLife(Struct, frozen=True):
         failed: when the round failed, or was asked to end; ``noticed``: when the agent knew that.
         alone: when the last worker of the round had ended, in one that did not fail.
         page: its worker's page.
-        resumed: the step that the round resumed from.
+        resumed: the step that the round resumed from; None: its first report is of one step.
         steps: whether the script has ever reported steps.
         first_step: the longest time that a worker has taken to the first step that it reported in
             this round; one that reports none, as where only rank 0 does, has taken no longer.
@@ -77,7 +77,7 @@ class SlotLife(Struct, frozen=True):
     noticed: float | None = None
     alone: float | None = None
     page: Reading | None = None
-    resumed: int = 0
+    resumed: int | None = 0
     steps: bool = False
     first_step: float | None = None
 
@@ -122,7 +122,7 @@ def _of_page(page: Reading, worked: float, life: SlotLife) -> Iterator[tuple[str
             spent["first_step"] = min(spent.get("first_step", 0.0), life.first_step)
     elif page.step is not None and page.step > page.first:
         # The first report may be of several steps, of which all but one were like those since.
-        more = max(0, page.first - life.resumed - 1)
+        more = 0 if life.resumed is None else max(0, page.first - life.resumed - 1)
         pace = train / (page.step - page.first)
         spent["first_step"] = max(0.0, spent.get("first_step", 0.0) - more * pace)
     yield from spent.items()
@@ -163,6 +163,17 @@ def add(spans: Sequence[TrainedSpan], new: TrainedSpan) -> list[TrainedSpan]:
     return both
 
 
+class _KeptSlot(Struct, frozen=True):
+    """A slot whose worker the round before had as well: when that one's life began, and was forked.
+
+    ``before`` has the seconds by class that are counted already.
+    """
+
+    begun: float
+    forked: float | None
+    before: Mapping[str, float] = {}
+
+
 class _OpenRound(Struct):
     """The round that runs, by local rank."""
 
@@ -172,6 +183,11 @@ class _OpenRound(Struct):
     exited: dict[int, float]
     failed: float | None = None
     noticed: float | None = None
+    kept: dict[int, _KeptSlot] = {}
+
+    def slot(self, local_rank: int) -> _KeptSlot:
+        """Return the life of a worker, with nothing counted of one that began here."""
+        return self.kept.get(local_rank) or _KeptSlot(self.at, self.forked.get(local_rank))
 
 
 class Ledger:
@@ -214,6 +230,7 @@ class Ledger:
         self._seconds = dict.fromkeys(verdict.CLASSES, 0.0)
         self._spans: list[TrainedSpan] = []
         self._round: _OpenRound | None = None
+        self._last: _OpenRound | None = None
         self._reports: Reports = "nothing"
         self._step_s: float | None = None
         self._slowest: SlowestRecord | None = None
@@ -294,8 +311,13 @@ class Ledger:
 
     def _open(self, begun: Round, now: float) -> None:
         self._charge(now)
-        self._round = _OpenRound(begun, now, {}, {})
-        if begun.checkpoint is not None:
+        current = self._round = _OpenRound(begun, now, {}, {})
+        if begun.kept and self._last is not None:
+            current.kept = {k: self._last.slot(k) for k in begun.kept}
+            counted = self._lives(current, now, self._pages())
+            for k, slot in current.kept.items():
+                current.kept[k] = replace(slot, before=split(counted[k]))
+        elif begun.checkpoint is not None:
             self._resume(begun.checkpoint.step)
         elif self._saves:
             self._resume(0)
@@ -321,38 +343,51 @@ class Ledger:
         spent = self._split(current, now, pages)
         _add(self._seconds, spent)
         begin, end = self._steps(current, pages)
-        if begin is not None and current.begun.checkpoint is None and not self._saves:
+        anew = not (current.kept or current.begun.checkpoint is not None or self._saves)
+        if begin is not None and anew:
             self._resume(begin)  # the script has found its own checkpoint, or none
         if seconds := spent.get("train", 0.0):
             self._spans = add(self._spans, TrainedSpan(begin, end, seconds))
-        self._round, self._at, self._kind = None, now, "rendezvous"
+        self._round, self._last, self._at, self._kind = None, current, now, "rendezvous"
 
     def _split(
         self, current: _OpenRound, now: float, pages: Mapping[int, Reading]
     ) -> dict[str, float]:
         """Return the seconds of the round by class, as means over the slots."""
+        total: dict[str, float] = {}
+        for k, life in enumerate(self._lives(current, now, pages)):
+            _add(total, split(life))
+            _add(total, {kind: -seconds for kind, seconds in current.slot(k).before.items()})
+        return {kind: seconds / self._slots for kind, seconds in total.items()}
+
+    def _lives(
+        self, current: _OpenRound, now: float, pages: Mapping[int, Reading]
+    ) -> list[SlotLife]:
         exited, slots = current.exited, self._slots
-        alone = max(exited.values()) if len(exited) >= slots else None
-        failed, checkpoint = current.failed, current.begun.checkpoint
+        checkpoint = current.begun.checkpoint
+        resumed = 0 if checkpoint is None else checkpoint.step
         life = SlotLife(
             begun=current.at,
             ended=now,
-            failed=failed,
+            failed=current.failed,
             noticed=current.noticed,
-            alone=alone,
-            resumed=0 if checkpoint is None else checkpoint.step,
+            alone=max(exited.values()) if len(exited) >= slots else None,
+            resumed=None if current.kept else resumed,
             steps=self._reports == "steps",
             first_step=max(
                 (p.spent[_FIRST] for p in pages.values() if p.first is not None), default=None
             ),
         )
-        total: dict[str, float] = {}
-        for k in range(slots):
-            one = replace(
-                life, forked=current.forked.get(k), exited=exited.get(k), page=pages.get(k)
+        return [
+            replace(
+                life,
+                begun=current.slot(k).begun,
+                forked=current.slot(k).forked,
+                exited=exited.get(k),
+                page=pages.get(k),
             )
-            _add(total, split(one))
-        return {kind: seconds / slots for kind, seconds in total.items()}
+            for k in range(slots)
+        ]
 
     def _steps(
         self, current: _OpenRound, pages: Mapping[int, Reading]
@@ -363,6 +398,9 @@ class Ledger:
             return None, None
         firsts = [page.first for page in pages.values() if page.first is not None]
         checkpoint = current.begun.checkpoint
+        if current.kept:
+            last = self._spans[-1].end if self._spans else None
+            return None if last is None else min(last, end), end
         if checkpoint is not None:
             return min(checkpoint.step, end), end
         if self._saves or not firsts:

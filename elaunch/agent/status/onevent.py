@@ -101,7 +101,8 @@ class EventHook:
         event, action, after = turn.event, turn.action, turn.after
         if turn.begun is not None:
             self._leads, self._asked = turn.begun.place.node_rank == 0, False
-            what = {"resumed_step": turn.begun.checkpoint.step if turn.begun.checkpoint else None}
+            resumed = turn.begun.resumes_from
+            what = {"resumed_step": resumed.step if resumed else None}
             self._tell("restarted" if self._begun else "started", turn, self._leads, what)
             self._begun = True
         elif isinstance(event, events.HangSeen) and event == after.hang != self._hang:

@@ -248,14 +248,18 @@ class StatusRecord:
         record.pop("lateness", None)
         record["nproc_per_node"] = begun.nproc
         record["workers"] = [
-            new_worker(place.first_rank + local_rank, local_rank)
+            record["workers"][local_rank]
+            if local_rank in begun.kept
+            else new_worker(place.first_rank + local_rank, local_rank)
             for local_rank in range(begun.nproc)
         ]
         record["checkpoint"] = None if checkpoint is None else _checkpoint(checkpoint)
-        resumed = None if checkpoint is None else checkpoint.step
-        add_round(record, new_round(begun.round, reason, resumed))
+        resumed = begun.resumes_from
+        add_round(record, new_round(begun.round, reason, resumed.step if resumed else None))
         if self._cause in PLANNED:
             record["history"][-1]["planned"] = True
+        if begun.kept:
+            record["history"][-1]["kept"] = begun.present
         self._cause = ""
         self._round_begun = time.monotonic()
 

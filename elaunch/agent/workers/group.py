@@ -208,8 +208,11 @@ class WorkerGroup:
         """
         self.server.send({"op": "fence", "until": until})
 
-    def start(self, start: Round) -> None:
-        """Start all workers of a round; a server that was lost is replaced first."""
+    def start(self, start: Round) -> dict[int, dict[str, str]]:
+        """Start the workers of a round; a server that was lost is replaced first.
+
+        Returns the variables of those that were kept, by local rank.
+        """
         if not self.server.pid:
             self._start_server()
         if start.round and (self.compiles or not self._forks):
@@ -221,15 +224,21 @@ class WorkerGroup:
         sockets = self._sockets(start.place)
         args = fill_placeholders(settings.args, start.checkpoint or settings.init_from)
         ranks = {local_rank: start.first_rank + local_rank for local_rank in range(self._nproc)}
-        channels = self._pump.open_round(start.round, ranks)
+        channels = self._pump.open_round(start.round, ranks, start.kept.keys())
         if self._context.log_root is None:
             root = self.files_root
             make = partial(files.make_directories, root, start.round, list(ranks))
             bounded(make, None, f"cannot make a directory for error files in {root}", root)
-        for local_rank, (stdout, stderr) in channels.items():
+        entering = dict[int, dict[str, str]]()
+        for local_rank in ranks:
             error_file = str(self._error_file(start.round, local_rank))
             variables = env.worker_environment(facts, local_rank, error_file, self._server_environ)
             variables |= sockets
+            if local_rank in start.kept:
+                entering[local_rank] = variables
+                continue
+            if start.kept:
+                variables[env.PRESENT] = ",".join(map(str, start.present))
             if settings.hang_timeout is not None:
                 variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
             job = {
@@ -242,11 +251,12 @@ class WorkerGroup:
                 "interpreter": settings.interpreter,
                 "env": variables,
             }
-            self.server.start_worker(job, stdout, stderr)
+            self.server.start_worker(job, *channels[local_rank])
+        return entering
 
     def _facts(self, start: Round) -> env.RoundFacts:
         settings = self._settings
-        checkpoint = start.checkpoint or settings.init_from
+        checkpoint = start.resumes_from or (None if start.kept else settings.init_from)
         place, plan = start.place, start.plan
         master_addr, master_port = self._endpoint.host, self._endpoint.port
         if plan is None:
@@ -327,7 +337,7 @@ class WorkerGroup:
     def see(self, turn: Turn) -> None:
         """Note how many workers were counted; after a round, wait for all that its tree wrote."""
         if isinstance(turn.event, events.TreeGone):
-            self._pump.finish_round(FLUSH_TIMEOUT)
+            self._pump.finish_round(FLUSH_TIMEOUT, turn.event.kept)
         elif isinstance(turn.event, events.DevicesCounted) and turn.before.phase is Phase.STARTING:
             self._settle(turn.before.limits.nproc)
         elif isinstance(turn.event, events.ServerWarmed):

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct, field
@@ -50,6 +50,7 @@ class _Link(Struct):
     requests: Requests | None = None
     posted: set[events.Event] = field(default_factory=set)
     shielded: bool = False
+    stands: bool = False
 
 
 class WorkerLinks:
@@ -95,12 +96,23 @@ class WorkerLinks:
         self._woken.close()
 
     def begin(self, begun: Round) -> None:
-        """Forget the workers of the round before: those of the next are about to start."""
+        """Forget the workers of the round before, but those that were kept."""
         with self._lock:
             self._round, self._notice, self._grace_until = begun.round, None, None
             for link in list(self._links.values()):
-                self._drop(link)
+                if link.local_rank in begun.kept:
+                    link.round = begun.round
+                    link.posted.clear()
+                else:
+                    self._drop(link)
             self._left.clear()
+
+    def enter(self, local_rank: int, environ: Mapping[str, str], present: Sequence[int]) -> None:
+        """Have a worker that was kept enter the round that begins."""
+        with self._lock:
+            if (link := self._links.get(local_rank)) is not None:
+                message = {"op": "enter", "environ": environ, "present": present}
+                self._send(link, message)
 
     def adopt(self, channel: LocalChannel, request: Message, files: list[int]) -> str:
         """Take over the connection of a worker that attaches; return why not, or "".
@@ -238,7 +250,11 @@ class WorkerLinks:
         event = event_of(message, link.round, link.local_rank)
         if isinstance(event, str):
             log.debug("worker %d sends what cannot be event_of: %s", link.local_rank, event)
-        elif event is not None and event not in link.posted and len(link.posted) < MOST_POSTED:
+        elif isinstance(event, events.WorkerStands):
+            if event.stands != link.stands:
+                link.stands = event.stands
+                self._post(event)
+        elif event not in link.posted and len(link.posted) < MOST_POSTED:
             link.posted.add(event)
             self._post(event)
 
@@ -262,11 +278,17 @@ class WorkerLinks:
         requests.put(message)
 
 
-def event_of(message: Message, round_number: int, local_rank: int) -> events.Event | str | None:
-    """Return the event that a worker's message means, None if none, or what is wrong with it."""
+def event_of(message: Message, round_number: int, local_rank: int) -> events.Event | str:
+    """Return the event that a worker's message means, or what is wrong with it."""
     op = message.get("op")
     if op == "listens":
         return events.WorkerListens(round_number, local_rank)
+    if op in ("stands", "detach"):
+        return events.WorkerStands(round_number, local_rank, message.get("stands") is True)
+    if op in ("enters", "entered"):
+        entered = message.get("round")
+        known = entered if type(entered) is int else -1
+        return events.WorkerEnters(known, local_rank, op == "entered")
     if op in ("knows", "ack"):
         kind, reason = message.get("kind"), message.get("reason")
         if kind not in KINDS or not isinstance(reason, str):
@@ -275,7 +297,7 @@ def event_of(message: Message, round_number: int, local_rank: int) -> events.Eve
         if op == "knows":
             return events.NoticeKnown(round_number, notice)
         return events.PreemptAcked(round_number, local_rank, notice)
-    return None if op == "detach" else f"unknown op {op!r}"
+    return f"unknown op {op!r}"
 
 
 def _preempt(notice: Notice, until: float | None) -> Message:

@@ -173,13 +173,23 @@ class WorkerServer:
             self._ended.wait(KILL_DEADLINE)
         self._sweep_own(-1)
 
-    def end_tree(self, round_number: int, signum: signal.Signals | None, grace: float) -> float:
-        """Have everything of the round ended; return seconds until TreeGone is overdue."""
+    def end_tree(
+        self,
+        round_number: int,
+        signum: signal.Signals | None,
+        grace: float,
+        keeps: frozenset[int] | None = None,
+    ) -> float:
+        """Have everything of the round ended; return seconds until TreeGone is overdue.
+
+        The workers with the local ranks ``keeps`` stay; None: all that end are ended by this.
+        """
         if not self.pid:
             self.sweep_orphans(round_number)
             return SWEEP_OVERDUE
         order = {"op": "sweep", "round": round_number, "signum": int(signum or 0)}
-        self.send({**order, "grace": grace, "deadline": KILL_DEADLINE})
+        stay = None if keeps is None else sorted(keeps)
+        self.send({**order, "grace": grace, "deadline": KILL_DEADLINE, "keeps": stay})
         return grace + SWEEP_OVERDUE
 
     def sweep_orphans(self, round_number: int) -> None:
@@ -261,4 +271,4 @@ def _event(message: Message) -> events.Event:
 def _tree_gone(message: Message) -> events.TreeGone:
     killed = tuple((pid, name) for pid, name in message["killed"])
     survivors = tuple((pid, name, user) for pid, name, user in message["survivors"])
-    return events.TreeGone(message["round"], killed, survivors)
+    return events.TreeGone(message["round"], killed, survivors, frozenset(message["kept"]))

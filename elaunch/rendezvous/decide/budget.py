@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elaunch.rendezvous.decide.view import Rules
-from elaunch.rendezvous.plan import SameFailure
+from elaunch.rendezvous.plan import SameFailure, Survivors
 
 BACKOFF_FIRST: Final = 0.5
 BACKOFF_MOST: Final = 30.0
@@ -81,7 +81,12 @@ def hopeless(rules: Rules, spent: Spent) -> bool:
 
 
 def verdict(
-    rules: Rules, spent: Spent, failure: str, step: int | None, lived_long: bool
+    rules: Rules,
+    spent: Spent,
+    failure: str,
+    step: int | None,
+    lived_long: bool,
+    survivors: Survivors = "",
 ) -> Again | NoMore:
     """Return whether another round follows ``failure``, and why.
 
@@ -91,6 +96,8 @@ def verdict(
         failure: what happened: "rank 1 exited with code 7".
         step: of the checkpoint that the next round would resume from, if any.
         lived_long: whether the round that failed lasted LONG_ENOUGH.
+        survivors: what workers of it do that stay for the next one, so that no step is lost:
+            those that wait for it are not kept waiting.
     """
     used = spent.restarts if rules.lifetime_budget else spent.without_progress
     if used >= rules.max_restarts:
@@ -98,9 +105,11 @@ def verdict(
     reason = f"{failure}; restart {used + 1} of {rules.max_restarts}"
     if not rules.lifetime_budget and rules.has_checkpoint_dir:
         reason += " since the last progress"
-    if rules.has_checkpoint_dir:
+    if survivors:
+        reason += ", the other workers go on"
+    elif rules.has_checkpoint_dir:
         reason += f", {resumes_from(step)}"
-    if spent.crashes == 0 or lived_long:
+    if spent.crashes == 0 or lived_long or survivors == "wait":
         return Again(reason)
     seconds = backoff(spent.crashes)
     wait = f"after a backoff of up to {seconds:g} s: it failed within {LONG_ENOUGH:g} s again"

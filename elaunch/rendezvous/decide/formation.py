@@ -37,6 +37,7 @@ from elaunch.rendezvous.plan import (
     Plan,
     PlanCheckpoint,
     SameFailure,
+    Survivors,
     WorkerFailure,
 )
 from elaunch.rendezvous.text import differences
@@ -281,7 +282,8 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     step = _step(checkpoints.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
-    verdict = budget.verdict(rules, spent, text.failure(failed), step, _lived_long(view))
+    why, survivors = text.failure(failed), _survivors(view)
+    verdict = budget.verdict(rules, spent, why, step, _lived_long(view), survivors)
     if isinstance(verdict, budget.NoMore):
         return publish(over(plan, exit_code(failed.exitcode), verdict.reason))
     same = _same(view)
@@ -290,6 +292,12 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
         reason = f"the same failure in rounds {numbers} without progress (--max-same-failures)"
         return publish(over(plan, SameFailureError.exit_code, f"{text.failure(failed)}; {reason}"))
     return verdict
+
+
+def _survivors(view: View) -> Survivors:
+    """Return what workers of the round do that stay for the next one; or ""."""
+    found = (one.record.survivors for one in view.present.values())
+    return next((survivors for survivors in found if survivors), "")
 
 
 def _same(view: View) -> SameFailure | None:

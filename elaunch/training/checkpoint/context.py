@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -36,8 +36,11 @@ from elaunch.training.checkpoint.session import CheckpointSession
 from elaunch.training.gone import Renamed, refuse_gone
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from elaunch.training.checkpoint.callcontext import CallContext
     from elaunch.training.checkpoint.save import SaveCache
+    from elaunch.training.launch import Info
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -82,6 +85,40 @@ class CheckpointContext(Renamed):
         self._session = session
         self._save_cache: SaveCache | None = None
         self._schedule = Schedule(session.directory)
+
+    def move(self, info: Info) -> None:
+        """Go on among other ranks, or in another round; the elaunch context calls it.
+
+        Saves in flight go on without this rank's doing.
+        """
+        if self._save_cache is not None:
+            self._save_cache.close()
+            self._save_cache = None
+        self._session = self._session.moved(info)
+        self._schedule.move()
+
+    def pack(self, state: Mapping[str, Any]) -> tuple[bytes, Tensor]:
+        """Return ``state`` as :meth:`unpack` takes it on other ranks."""
+        from elaunch.training.checkpoint.dcp import transfer
+
+        return transfer.pack(state)
+
+    def unpack(self, state: Mapping[str, Any], metadata: bytes, file: Tensor) -> None:
+        """Put what another rank has packed into ``state``; CheckpointError if that is another."""
+        from elaunch.training.checkpoint.dcp import transfer
+
+        ranks = self._session.distributed
+        transfer.unpack(state, metadata, file, (ranks.rank, ranks.size))
+
+    @property
+    def schedule(self) -> tuple[Any, ...]:
+        """When the next save is due, for :meth:`follow` on other ranks."""
+        return self._schedule.told()
+
+    def follow(self, schedule: Sequence[Any], earliest: int = 0) -> None:
+        """Have the next save due when it is on another rank, at step ``earliest`` or later."""
+        every, due, last, steps = schedule
+        self._schedule.follow(every, max(due, earliest), last, steps)
 
     @property
     def directory(self) -> Location:

@@ -253,13 +253,25 @@ class Schedule:
         self._due = 0
         self._last: int | None = None
         self._steps = FIRST
-        self._marked = (0.0, 0)
+        self._marked: tuple[float, int] | None = (0.0, 0)
         self._begun = 0.0
         self._costs: deque[float] = deque(maxlen=SAMPLES)
         self._failed: tuple[int, float] | None = None
         self._prepared = False
         self._printed = self._now = 0.0
         self._pace = 1.0
+
+    def told(self) -> tuple[Every | None, int, int | None, int]:
+        """Return what :meth:`follow` takes on another rank; the earliest due one is the least."""
+        return self._every, self._due, self._last, self._steps
+
+    def follow(self, every: Every | None, due: int, last: int | None, steps: int) -> None:
+        """Have the next save due when it is on another rank."""
+        self._every, self._due, self._last, self._steps = every, due, last, steps
+
+    def move(self) -> None:
+        """Prepare anew for the first save among other ranks, and measure from the next step on."""
+        self._prepared, self._begun, self._marked = False, time.monotonic(), None
 
     def prepare(self, reserve: Callable[[], None]) -> None:
         """Have what only the first save needs done before it: it is not what a save costs."""
@@ -286,13 +298,15 @@ class Schedule:
             self._begun = time.monotonic()
             self._every, self._marked = every, (self._begun, step)
             self._due = step + FIRST if every == "auto" else self._last + every
+        self._marked = self._marked or (time.monotonic(), step)
         return step >= self._due
 
     def begin(self, step: int) -> None:
         """Note that a save begins, and what a step has taken since the last one."""
-        since, at = self._marked
         self._now = time.monotonic()
-        self._pace = max(self._now - since, 1e-6) / max(1, step - at)
+        since, at = self._marked or (self._now, step)
+        if step > at:
+            self._pace = max(self._now - since, 1e-6) / (step - at)
 
     def choose(self) -> int:
         """Return rank 0's choice of the steps to the next save; called at the end of a save."""

@@ -179,33 +179,16 @@ class _Loading:
             step.sent = _fit(flat, own, taken, strict)
         self._check(step.received, taken, own, strict)
         with self._together(everyone=True) as step:
-            for key in [key for key in flat.leaves if key not in own.keys]:
-                del flat.leaves[key]
-            leaves = flat.leaves.values()
-            values = [leaf.key for leaf in leaves if not leaf.is_tensor]
-            wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
-            reads = reading.plan(own.metadata, wanted, values)
+            reads = planned(flat, own)
             step.sent = self._recalled(reads.files)
         self._open(step)
-        for leaf in leaves:
-            if leaf.is_tensor and wanted[leaf.key] is not leaf.value:
-                leaf.holder[leaf.name] = wanted[leaf.key]
         return flat, reads
 
     def read(self, flat: FlatState, reads: reading.Reads) -> None:
         """Fill tensors, and put values where they belong."""
 
-        def fill() -> None:
-            reading.read_tensors(self._source, reads)
-            also = unpickling.named_by(
-                [*flat.own_values, *(flat.leaves[k].value for k in reads.values)]
-            )
-            for key in reads.values:
-                leaf = flat.leaves[key]
-                leaf.holder[leaf.name] = reading.read_value(self._source, reads.metadata, key, also)
-
         with self._together(), torch.no_grad():
-            self._source.checked(fill, WHAT)
+            self._source.checked(lambda: fill(self._source, flat, reads), WHAT)
 
     def restore(self, flat: FlatState) -> None:
         """Give the objects what was loaded for them."""
@@ -260,6 +243,29 @@ class _Loading:
     def _together(self, *, everyone: bool = False) -> contextlib.AbstractContextManager[Joint]:
         about = self._call.distributed, f"{WHAT} {self._found.name}", self._timeout
         return together(*about, CheckpointError, everyone=everyone)
+
+
+def planned(flat: FlatState, own: Stored) -> reading.Reads:
+    """Return how the leaves are read that the checkpoint has; the others are left out."""
+    for key in [key for key in flat.leaves if key not in own.keys]:
+        del flat.leaves[key]
+    leaves = flat.leaves.values()
+    values = [leaf.key for leaf in leaves if not leaf.is_tensor]
+    wanted = {leaf.key: _target(leaf) for leaf in leaves if leaf.is_tensor}
+    return reading.plan(own.metadata, wanted, values)
+
+
+def fill(source: Source, flat: FlatState, reads: reading.Reads) -> None:
+    """Fill tensors, and put values where they belong."""
+    for key, target in reads.wanted.items():
+        leaf = flat.leaves[key]
+        if target is not leaf.value:
+            leaf.holder[leaf.name] = target
+    reading.read_tensors(source, reads)
+    also = unpickling.named_by([*flat.own_values, *(flat.leaves[k].value for k in reads.values)])
+    for key in reads.values:
+        leaf = flat.leaves[key]
+        leaf.holder[leaf.name] = reading.read_value(source, reads.metadata, key, also)
 
 
 def _bits(keys: Sequence[str], some: Collection[str]) -> int:

@@ -139,7 +139,7 @@ class AgentSaverClient:
                 ADMIT_S,
                 round=round_number,
                 rank=found.rank,
-                local_rank=found.local_rank,
+                local_rank=self._link.local_rank,
                 place=self._place,
             )
         except OSError:

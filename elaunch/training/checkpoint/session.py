@@ -61,6 +61,7 @@ class CheckpointSession:
         link: to this node's agent, if there is one.
         decided: what ``elaunch.init()`` has found, unless agents have chosen what is on the disk.
         directory: of the run, with its record.
+        before: the newest checkpoint that this rank knew of among other ranks.
     """
 
     info: Info
@@ -73,6 +74,7 @@ class CheckpointSession:
     link: AgentLink | None = None
     decided: latest.Decided | None = None
     directory: Path | None = None
+    before: Committed | None = None
     known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
     _storage: Storage | None = None
     _owner: DirectoryOwner | None = None
@@ -124,9 +126,12 @@ class CheckpointSession:
         if self._met and self._call is not None:
             return self._call
         what = "opening the checkpoint directory"
-        with together(self.distributed, what, timeout, CheckpointError) as step:
-            step.sent = self._begun()
-        self._owner = step.received[0]
+        with together(self.distributed, what, timeout, CheckpointError, everyone=True) as step:
+            step.sent = self._begun(), self.before
+        self._owner = step.received[0][0]
+        for _, found in step.received:
+            if found is not None:
+                self.known.note(found)
         where.check_shared(self.distributed, self.storage, self.local, timeout)
         with together(self.distributed, what, timeout, everyone=True) as step:
             made = self._call or self._made(self._owner)
@@ -177,6 +182,18 @@ class CheckpointSession:
         self._closed, self._patient = True, patient
         with awaiting(self.page, CLOSE_S):
             self._stack.close()
+
+    def moved(self, info: Info) -> CheckpointSession:
+        """Return the session for other ranks, or another round; this one is closed."""
+        self.close(patient=False)
+        before = self.known.latest() if self.known.asked else self.known.newest
+        known = KnownCheckpoints(asked=True, newest=before)
+        fresh = CheckpointSession(
+            *(info, self.distributed, self.train, self.page, self.run_id, self.given),
+            *(self.noted, self.link, None, self.directory, before),
+        )
+        fresh.known = known
+        return fresh
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -55,6 +55,10 @@ class MetricFiles:
         self._noted: Beginning | None = None
         self._resume_step = resume_step
 
+    def of(self, round: int) -> MetricFiles:
+        """Return the files for another round, which goes on where its first report says."""
+        return MetricFiles(self._directory, round, None)
+
     def append(self, lines: bytes, first: dict[str, int]) -> None:
         """Append whole lines; ``first`` is the smallest step of each group in them.
 

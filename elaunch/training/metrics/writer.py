@@ -170,6 +170,11 @@ class Writer:
                 self._drain(lambda: self._written >= aim, timeout)
             return self._written >= aim
 
+    def move(self, round_number: int) -> None:
+        """Write rows of another round from now on, once those of this one are written."""
+        self.flush(RETRY_S)
+        self._files = self._files.of(round_number)
+
     def close(self, timeout: float) -> None:
         """Write what is left and end the thread; log how many rows were lost, if any.
 

@@ -200,6 +200,16 @@ class Agreement:
         self._decided.set()
         self._met.set()
 
+    def abandon(self) -> None:
+        """End the threads: the ranks agree anew, in another round. Blocks on nothing."""
+        self._closing = True
+        self._inbox.put(None)
+        self._announcing.cut()
+        self._watching.cut()
+        self._arriving.set()
+        self._decided.set()
+        self._met.set()
+
     def _announce(self) -> None:
         """Pass on the first notice."""
         received = self._inbox.get()

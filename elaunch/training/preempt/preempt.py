@@ -81,6 +81,19 @@ class PreemptContext:
         self._pid = os.getpid()
         self._agreement.start()
 
+    def move(self, calls: int) -> None:
+        """Agree with other ranks from now on, each of which has asked ``calls`` times so far.
+
+        The context calls it, when these ranks have met. A notice goes on with this rank.
+        """
+        self._agreement.abandon()
+        self._calls = calls
+        self._pending, self._asked = _NOT_ASKED, False
+        self._agreement = Agreement(self._distributed, self._foreign, self._notify_agent)
+        self.start()
+        if (notice := self._notice) is not None:
+            self._agreement.receive(ReceivedNotice(notice, calls, True, False))
+
     @property
     def reason(self) -> str:
         """Why the job is to end; empty while nobody wants it to."""

@@ -12,7 +12,8 @@ tree       the order of a step's sums: one for all numbers of ranks
 gradients  the gradients of one rank's micro-batches, and their sum over all ranks
 check      micro-batches that two ranks compute, and whose bits are compared
 group      the ranks' own process group
+world      the ranks that compute: those that are left when others die, and that come back
 ========== =======================================================================================
 """
 
-__all__ = ["feed", "loop", "refusals", "step"]
+__all__ = ["feed", "loop", "refusals", "step", "world"]

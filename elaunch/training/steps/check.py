@@ -54,8 +54,8 @@ class BitCheck:
         data: StepData,
         seed: int,
         parameters: Sequence[torch.Tensor],
-        group: Group | None,
         on: bool,
+        group: Group | None,
     ) -> None:
         self._parameters, self._group = parameters, group
         self._rank, size = (0, 1) if group is None else (group.rank, group.size)

@@ -64,12 +64,11 @@ class LeafFeed:
     def __init__(
         self,
         order: Order,
-        place: tuple[int, int],
         source: tuple[Dataset | None, Collate | None, Batch | None],
         loader: Mapping[str, Any],
     ) -> None:
         self._order = order
-        self._rank, self._size = place
+        self._rank, self._size = 0, 1
         self._dataset, self._collate, self._batch = source
         self._loader = loader
         self._batches: Iterator[Any] = iter(())
@@ -77,8 +76,11 @@ class LeafFeed:
         if self._dataset is not None:
             self._leaves = _Leaves(self._dataset, self._collate, order.seed)
 
-    def begin(self, position: Position, is_over: Callable[[Position], bool]) -> None:
-        """Begin to fetch at a position, up to one where the loop is over."""
+    def begin(
+        self, position: Position, is_over: Callable[[Position], bool], place: tuple[int, int]
+    ) -> None:
+        """Begin to fetch at a position, up to one where the loop is over; ``place``: rank, size."""
+        self._rank, self._size = place
         wanted = self._wanted(position, is_over)
         if self._leaves is None:
             self._batches = map(self._fetch, wanted)

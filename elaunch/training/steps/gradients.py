@@ -28,7 +28,7 @@ from typing import Final
 
 import torch
 
-from elaunch.errors import ContextError
+from elaunch.errors import ContextError, PeerLost
 from elaunch.training.steps.group import Group, Message
 from elaunch.training.steps.tree import RankPart, Subtree, combine, share
 
@@ -88,12 +88,13 @@ class Gradients:
     Args:
         parameters: all that are trained, each once; the same on all ranks.
         group: the ranks; None for one alone.
+
+    ``group`` are those that it sums up over.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: Group | None) -> None:
         self.parameters = parameters
-        self._group = group
-        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
+        self._lost: PeerLost | None = None
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for one in reversed(parameters):
             kinds.setdefault((one.dtype, one.device), []).append(one)
@@ -117,6 +118,22 @@ class Gradients:
         self._fired_now: set[torch.Tensor] = set()
         self._sent = self._summed = 0
         self._is_finite = True
+        self.regroup(group)
+
+    def regroup(self, group: Group | None) -> None:
+        """Sum up over other ranks from the next :meth:`begin` on.
+
+        All buffers are new ones: messages of the group before may be on their way into these.
+        """
+        self.group = group
+        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
+        for bucket in self._buckets:
+            bucket.messages.clear()
+            bucket.received.clear()
+        for flat in self._flats:
+            flat.slots.clear()
+        self._views.clear()
+        self._lost = None
 
     def begin(self, count: int, divisor: float, *, early: bool = True) -> RankPart:
         """Begin a step of ``count`` leaves, whose sum is divided by ``divisor``.
@@ -141,7 +158,7 @@ class Gradients:
         self._begun = dict(views) if what.begins else {}
         self._fired_now.clear()
         self._adds = True
-        self._is_last = self._group is not None and number == len(self._share.sums) - 1
+        self._is_last = self.group is not None and number == len(self._share.sums) - 1
         if self._is_last:
             for bucket in self._buckets:
                 bucket.waits_for = bucket.size
@@ -167,12 +184,15 @@ class Gradients:
     def sum_up(self) -> bool:
         """Sum up the gradients of all ranks; return whether what this rank has summed is finite.
 
-        ALL ranks call it together.
+        ALL ranks call it together. Raises PeerLost if another is lost.
         """
-        if self._group is None:
+        if self._lost is not None:
+            raise self._lost
+        if self.group is None:
             for flat in self._flats:
                 flat.slots[0].div_(self._divisor)
                 self._is_finite &= _are_finite(flat.slots[0])
+            return self._is_finite
         while self._sent < len(self._buckets):
             self._send()
         while self._summed < len(self._buckets):
@@ -196,8 +216,6 @@ class Gradients:
 
     def _divide(self, flat: _Flat) -> None:
         """Make the buckets of one set of buffers."""
-        if self._group is None:
-            return
         most = max(1, BUCKET_BYTES // flat.parameters[0].element_size())
         first = at = 0
         inside: list[torch.Tensor] = []
@@ -220,7 +238,7 @@ class Gradients:
         is_first = parameter not in self._fired_now
         self._fired_now.add(parameter)
         self._fired.add(parameter)
-        if not self._is_last or not self._is_early:
+        if not self._is_last or not self._is_early or self._lost is not None:
             return
         bucket = self._bucket_of[parameter]
         if bucket.number < self._sent:
@@ -229,12 +247,15 @@ class Gradients:
                 "use_reentrant=True): give use_reentrant=False"
             )
         bucket.waits_for -= is_first
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].waits_for:
-            self._send()
+        try:
+            while self._sent < len(self._buckets) and not self._buckets[self._sent].waits_for:
+                self._send()
+        except PeerLost as error:  # sum_up() raises it: the script's backward() goes on
+            self._lost = error
 
     def _send(self) -> None:
         """Send the others their parts of the next bucket, and begin to receive this rank's."""
-        assert self._group is not None
+        assert self.group is not None
         if self._sent - self._summed >= AHEAD:
             self._sum()
         bucket = self._buckets[self._sent]
@@ -244,21 +265,21 @@ class Gradients:
             _merge(slots, self._share.sums[-1].merges, slice(bucket.first, bucket.end))
         first, end = bucket.part(self._rank, self._size)
         tag = 1 + bucket.number * (self._count + 1)
-        for rank in self._group.others:
+        for rank in self.group.others:
             theirs = slice(*bucket.part(rank, self._size))
             for number, node in enumerate(share(self._count, rank, self._size).nodes):
                 if first < end:
                     part = torch.empty_like(slots[0][first:end])
                     bucket.received[node] = part
-                    bucket.messages.append(self._group.receive(part, rank, tag + number))
+                    bucket.messages.append(self.group.receive(part, rank, tag + number))
             for number in range(len(self._share.nodes)):
                 if theirs.start < theirs.stop:
                     part = slots[number][theirs]
-                    bucket.messages.append(self._group.send(part, rank, tag + number))
+                    bucket.messages.append(self.group.send(part, rank, tag + number))
 
     def _sum(self) -> None:
         """Sum up this rank's part of the next bucket that is sent, and send it to the others."""
-        assert self._group is not None
+        assert self.group is not None
         bucket = self._buckets[self._summed]
         self._summed += 1
         _wait(bucket)
@@ -271,12 +292,12 @@ class Gradients:
             self._is_finite &= _are_finite(slots[0][first:end])
         bucket.received.clear()
         tag = 1 + bucket.number * (self._count + 1) + self._count
-        for rank in self._group.others:
+        for rank in self.group.others:
             theirs = slice(*bucket.part(rank, self._size))
             if theirs.start < theirs.stop:
-                bucket.messages.append(self._group.receive(slots[0][theirs], rank, tag))
+                bucket.messages.append(self.group.receive(slots[0][theirs], rank, tag))
             if first < end:
-                bucket.messages.append(self._group.send(slots[0][first:end], rank, tag))
+                bucket.messages.append(self.group.send(slots[0][first:end], rank, tag))
 
 
 def _are_finite(values: torch.Tensor) -> bool:

@@ -3,12 +3,17 @@
 It is beside torch's default group, and needs none. Its messages go from one rank to another and
 carry a tag, so that several may be under way at once. They are received by tag; those of one tag in
 the order in which they were sent.
+
+A rank that waits for another one does not see that a third has died, and nothing of torch's wakes
+it. Its own connections do, when they are shut down from another thread (:class:`Sockets`).
 """
 
 from __future__ import annotations
 
-import uuid
+import os
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -18,6 +23,9 @@ import torch.distributed as dist
 from elaunch.errors import ContextError, PeerLost
 from elaunch.training.distributed import DistributedContext
 
+CONNECT_S: Final = 10.0
+"""Seconds for the ranks, which have just met, to connect: gloo's wait for one that has died since
+cannot be cut."""
 _TEXTS: Final = 0
 """The tag of what :meth:`Group.allgather` sends; those of tensors are above it."""
 
@@ -25,21 +33,22 @@ _TEXTS: Final = 0
 class _Work(Protocol):
     """A message in torch's hands."""
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta) -> object:
         """Block until it is sent, or received."""
 
 
 class Message:
     """One message that is under way."""
 
-    def __init__(self, work: _Work, rank: int) -> None:
+    def __init__(self, work: _Work, rank: int, patience: timedelta) -> None:
         self._work = work
         self._rank = rank
+        self._patience = patience
 
     def wait(self) -> None:
         """Block until its tensor is sent, or received; PeerLost if the other rank is gone."""
         try:
-            self._work.wait()
+            self._work.wait(self._patience)
         except RuntimeError as error:
             raise _lost(self._rank, error) from error
 
@@ -50,22 +59,40 @@ class Group:
     Every call raises PeerLost when the other rank is lost, or takes longer than the timeout.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, patience: timedelta, name: str = "own"
+    ) -> None:
         self.rank = rank
         self.size = size
         self.others: Sequence[int] = [(rank + n) % size for n in range(1, size)]
         """Each rank begins with the next one, so that not all send to one rank first."""
         self._place = {"rank": rank, "world_size": size, "timeout": patience}
         self._store = store
-        self._backend = dist.ProcessGroupGloo(dist.PrefixStore("own", store), rank, size, patience)
+        self._patience = patience
+        own, soon = dist.PrefixStore(name, store), min(patience, timedelta(seconds=CONNECT_S))
+        self._backend = dist.ProcessGroupGloo(own, rank, size, soon)
         self._made_default = False
+
+    def among(self, ranks: Sequence[int]) -> Group | None:
+        """Return a group of some of these ranks; None for one. ALL of them call it together."""
+        if len(ranks) == 1:
+            return None
+        try:
+            name = f"among {ranks}"
+            return Group(self._store, ranks.index(self.rank), len(ranks), self._patience, name)
+        except RuntimeError as error:
+            raise _unconnected(error) from error
 
     def provide_default(self) -> None:
         """Make torch's default group if the script has none: ``ctx.checkpoint.save`` needs it."""
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            return
+        try:
             store = dist.PrefixStore("default", self._store)
             dist.init_process_group("gloo", store=store, **self._place)
-            self._made_default = True
+        except RuntimeError as error:
+            raise _unconnected(error) from error
+        self._made_default = True
 
     def close(self) -> None:
         """End the default group, if it was made here."""
@@ -75,14 +102,14 @@ class Group:
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to send a contiguous tensor, which stays as it is until that is done."""
         try:
-            return Message(self._backend.send([tensor], rank, tag), rank)
+            return Message(self._backend.send([tensor], rank, tag), rank, self._patience)
         except RuntimeError as error:
             raise _lost(rank, error) from error
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to receive into a contiguous tensor, which is as large as what is sent."""
         try:
-            return Message(self._backend.recv([tensor], rank, tag), rank)
+            return Message(self._backend.recv([tensor], rank, tag), rank, self._patience)
         except RuntimeError as error:
             raise _lost(rank, error) from error
 
@@ -96,6 +123,22 @@ class Group:
             [torch.empty(int(one), dtype=torch.uint8) for one in lengths],
         )
         return [one.numpy().tobytes()[:-1] for one in found]
+
+    def give(self, content: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Send bytes, of which there are some, to other ranks, each of which calls `take`."""
+        length = torch.tensor([len(content)])
+        messages = [self.send(length, rank, _TEXTS) for rank in ranks]
+        messages += [self.send(content, rank, _TEXTS) for rank in ranks]
+        for message in messages:
+            message.wait()
+
+    def take(self, rank: int) -> torch.Tensor:
+        """Return the bytes that another rank gives."""
+        length = torch.tensor([0])
+        self.receive(length, rank, _TEXTS).wait()
+        content = torch.empty(int(length), dtype=torch.uint8)
+        self.receive(content, rank, _TEXTS).wait()
+        return content
 
     def _exchange(self, own: torch.Tensor, found: list[torch.Tensor]) -> list[torch.Tensor]:
         messages = [self.receive(found[rank], rank, _TEXTS) for rank in self.others]
@@ -115,15 +158,59 @@ def connect(distributed: DistributedContext) -> Group | None:
         return None
     if not dist.is_available() or not dist.is_gloo_available():
         raise ContextError("steps() needs gloo, and this torch was built without it")
-    name = distributed.broadcast(uuid.uuid4().hex)
+    distributed.open()
     patience = timedelta(seconds=distributed.timeout)
     host, port = distributed.placement.store or ("", 0)
     try:
         store = dist.TCPStore(host, port, None, False, patience)
-        own = dist.PrefixStore(f"elaunch/steps/{name}", store)
+        own = dist.PrefixStore(f"{distributed.round_store.prefix}steps", store)
         return Group(own, distributed.rank, distributed.size, patience)
     except RuntimeError as error:
-        raise PeerLost(f"the ranks cannot connect for steps(): {_first_line(error)}") from error
+        raise _unconnected(error) from error
+
+
+def has_default() -> bool:
+    """Return whether the script has made a process group of its own."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+class Sockets:
+    """The TCP connections within this machine that this process makes from now on.
+
+    They are those up to :meth:`seal`. Any thread may cut them.
+    """
+
+    def __init__(self) -> None:
+        self._before = _sockets()
+        self._made: frozenset[tuple[int, int]] | None = None
+
+    def seal(self) -> None:
+        """Leave out what is made later."""
+        self._made = _sockets() - self._before
+
+    def cut(self) -> None:
+        """Shut them down: whoever waits for them gets an error."""
+        for descriptor, inode in _sockets() - self._before if self._made is None else self._made:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                is_it = os.fstat(one.fileno()).st_ino == inode
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_it and is_tcp and one.getpeername()[0] == one.getsockname()[0]:
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> frozenset[tuple[int, int]]:
+    """Return the open sockets of this process: descriptors and inodes."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":[")
+            if kind == "socket":
+                found.add((int(name), int(inode[:-1])))
+    return frozenset(found)
+
+
+def _unconnected(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"the ranks cannot connect for steps(): {_first_line(error)}")
 
 
 def _lost(rank: int, error: RuntimeError) -> PeerLost:

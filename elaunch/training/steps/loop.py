@@ -7,31 +7,45 @@ saved has, beside what the script gave, where the loop stands.
 Loops may follow each other, as for pre-training and fine-tuning: the steps of all count on, in
 checkpoints and metrics. The metadata of a checkpoint says which of them it is of. Those before are
 over at once, and load nothing: the state of the one that is under way has what is needed.
+
+What all ranks do between two steps may fail since a rank is lost. If the others go on without it
+(elaunch.training.steps.world), asking whether to end is done anew; a save is left to the next step.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
 
 from elaunch.checkpoint.records import Keep
 from elaunch.env import CHECKPOINT_KEEP
-from elaunch.errors import ContextError, ElaunchError
-from elaunch.training.distributed import DistributedContext
+from elaunch.errors import (
+    CheckpointError,
+    CollectiveError,
+    ContextError,
+    ElaunchError,
+    PeerLost,
+    SaveError,
+)
 from elaunch.training.preempt.preempt import PreemptContext
-from elaunch.training.steps import group, refusals
+from elaunch.training.steps import refusals
 from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Position, Progress
 from elaunch.training.steps.refusals import Options
 from elaunch.training.steps.step import Step
+from elaunch.training.steps.world import ENTRY_S, Standing, StepsWorld
 
 KEPT: Final = 2
 """Checkpoints that stay by ``save_every="auto"``, where nothing says how many."""
@@ -39,6 +53,10 @@ LOOP: Final = "steps_loop"
 """The name in a checkpoint's metadata of the loop's number."""
 MOST_SKIPPING: Final = 10
 """Steps in a row that may leave out micro-batches: after them it is not the data."""
+RECENT: Final = 300
+"""Steps whose metrics each rank keeps: rank 0 may have died before it had written them."""
+FAILED_S: Final = 1.0
+"""Seconds for the agent to say that a rank was lost, after a save has failed."""
 
 log = logging.getLogger("elaunch")
 
@@ -51,7 +69,7 @@ class Script:
     make a circle.
     """
 
-    distributed: DistributedContext
+    world: StepsWorld
     preempt: PreemptContext
     checkpoint: Callable[[], Any]
     report: Callable[[int, Mapping[str, Any]], None]
@@ -61,28 +79,18 @@ class Script:
     done: int = 0
     """Steps of all of them."""
     is_running: bool = False
-    group: Group | None = None
-    """The ranks' group, once a loop has made it; none for one rank alone."""
     step: Step | None = None
     """The step that has begun and does not count yet."""
-
-    def connect(self, saves: bool) -> None:
-        """Have the ranks' group; ALL ranks call it together."""
-        self.group = self.group or group.connect(self.distributed)
-        if saves and self.group is not None:
-            self.group.provide_default()
+    recent: deque[tuple[int, Mapping[str, Any]]] = field(
+        default_factory=lambda: deque(maxlen=RECENT)
+    )
+    """The metrics of the newest steps."""
 
     def note(self, error: BaseException) -> None:
         """Add to an error of the script's in which micro-batch it was raised, if in one."""
         what = "" if self.step is None or isinstance(error, ElaunchError) else self.step.under_way()
         if what and (add := getattr(error, "add_note", None)) is not None:  # Python 3.11
             add(f"elaunch: in {what}")
-
-    def close(self) -> None:
-        """Let go of the ranks' group."""
-        if self.group is not None:
-            self.group.close()
-        self.group = None
 
 
 class Steps:
@@ -97,12 +105,13 @@ class Steps:
         self.preempted = False
         self._script = script
         self._options = options
-        ranks = script.distributed
+        world, ranks = script.world, script.world.ranks
         if threading.current_thread() is not threading.main_thread():
             raise ContextError("steps() is called in a thread: call it in the main thread")
         if script.is_running:
             raise ContextError("steps() is called inside of another loop: end that one first")
-        self._trained = refusals.check(ranks, state, options)
+        world.own_calls(begin=True)
+        self._trained = refusals.check(ranks, state, options, alone=world.joins)
         self._order = options.order()
         self._progress = Progress(self._order, script.loops)
         script.loops += 1
@@ -111,11 +120,16 @@ class Steps:
         self._saved: int | None = None
         self._is_past = False
         self._skipping = 0
-        script.connect(saves=options.save_every is not None)
+        if world.joins:
+            if world.asked() > self._progress.loop:
+                self._progress.position, self._is_past = Position(self._end or 0), True
+            return
+        world.connect(saves=options.save_every is not None)
         if not self._resume():
             self._progress.before = script.done
             refusals.check_same(ranks, self._state)
         script.done = self._total()
+        world.own_calls(begin=False)
         leaves = options.global_batch // options.micro_batch
         if ranks.rank == 0 and leaves < ranks.size:
             log.warning(
@@ -142,31 +156,40 @@ class Steps:
             ContextError: a step was not applied, or its micro-batches were not all computed.
             NotFiniteError: a loss or a gradient is not finite.
             BitsDifferError: two ranks have computed different bits of a micro-batch.
-            PeerLost: another rank is lost.
+            PeerLost: another rank is lost, and the job does not go on without it.
             SaveError: a checkpoint was not committed.
         """
-        script, options = self._script, self._options
+        script, options, world = self._script, self._options, self._script.world
         if script.is_running:
             raise ContextError("two loops over steps() at once: end the first one first")
-        trained, ranks = self._trained, script.distributed
+        trained, threads = self._trained, torch.get_num_threads()
         sources = (options.dataset, options.collate_fn, options.batch)
-        feed = LeafFeed(self._order, (ranks.rank, ranks.size), sources, options.loader)
-        gradients = Gradients(trained.parameters, script.group)
-        threads = torch.get_num_threads()
-        script.is_running = True
+        self._feed = feed = LeafFeed(self._order, sources, options.loader)
+        self._gradients = gradients = Gradients(trained.parameters, None)
+        self._is_grouped = False
+        script.is_running, script.step, world.loop = True, None, self._progress.loop
         try:
             torch.set_num_threads(options.threads)
-            feed.begin(self._progress.position, self._is_over)
+            if world.joins and not self._is_past:
+                self._join()
+            world.stand(not self._is_past)
             while not self._is_done():
                 data = self._order.next(self._progress.position)
-                parts = (self._order, feed, gradients, script.group)
+                world.begin_step()
+                self._regroup(self._progress.position)
+                parts = (self._order, feed, gradients, world, trained.optimizers)
                 skips = options.on_bad_batch == "skip" and self._skipping < MOST_SKIPPING
-                script.step = step = Step(data, *parts, trained.optimizers, skips, options.check)
+                script.step = step = Step(data, *parts, self._survive, skips, options.check)
                 yield step
                 self._count(step, self._order.after(data))
                 script.step = None
-            self._save_last()
+                self._together(self._save)
+                if step.newcomers:
+                    self._together(partial(world.admit, step.newcomers, self.done, self._send))
+            self._finish()
         finally:
+            world.stand(False)
+            world.own_calls(begin=False)
             script.is_running = False
             feed.end()
             gradients.close()
@@ -193,8 +216,14 @@ class Steps:
     def _is_done(self) -> bool:
         if self._is_over(self._progress.position):
             return True
-        self.preempted = self._script.preempt.should_preempt()
+        while not self._together(self._ask_whether_to_end):
+            pass
         return self.preempted
+
+    def _ask_whether_to_end(self) -> None:
+        self.preempted = self._script.preempt.should_preempt()
+        if self.preempted:
+            self._script.world.stand(False)
 
     def _resume(self) -> bool:
         """Go on from the newest checkpoint, if it is one of this loop; return whether it began."""
@@ -224,22 +253,34 @@ class Steps:
             )
         self._progress.position = position
         self._skipping = self._skipping + 1 if step.skipped else 0
-        total = self._script.done = self._total()
-        options = self._options
-        if self._script.distributed.rank == 0:
-            self._script.report(total, step.metrics)
+        script = self._script
+        script.done = self._total()
+        script.recent.append((script.done, step.metrics))
+        if script.world.ranks.rank == 0:
+            script.report(script.done, step.metrics)
             if self._end:
-                self._script.progress(min(1.0, step.number / self._end))
-        if options.save_every is not None:
+                script.progress(min(1.0, step.number / self._end))
+
+    def _save(self) -> None:
+        """Save the step, where that is due."""
+        every, total = self._options.save_every, self._total()
+        if every is not None:
             handle = self._script.checkpoint().save(
-                self._state, total, every=options.save_every, block=False, **self._how()
+                self._state, total, every=every, block=False, **self._how()
             )
             self._saved = self._saved if handle.skipped else total
 
+    def _finish(self) -> None:
+        """Save the last step, and wait for that; and for ranks that have yet to come back."""
+        world = self._script.world
+        while not self._together(self._save_last):
+            pass
+        while world.missing and not (self.preempted or world.joins):
+            self._together(partial(world.admit_all, self.done, self._send))
+
     def _save_last(self) -> None:
-        """Save the last step, and wait for it."""
-        total = self._total()
-        if self._options.save_every is not None and self.done and self._saved != total:
+        total, saves = self._total(), self._options.save_every is not None and not self._is_past
+        if saves and self.done and self._saved != total:
             self._script.checkpoint().save(self._state, total, block=True, **self._how())
             self._saved = total
 
@@ -249,3 +290,98 @@ class Steps:
         if keep is None and every == "auto" and not os.environ.get(CHECKPOINT_KEEP):
             keep = Keep(last=KEPT)
         return {"keep": keep, "metadata": {LOOP: self._progress.loop}}
+
+    # ── ranks that die, and come back ────────────────────────────────────────────────────────────
+
+    def _together(self, work: Callable[[], None]) -> bool:
+        """Do what all ranks do between two steps.
+
+        Returns whether it is done: else a rank was lost, and the others go on without it.
+        """
+        try:
+            self._script.world.check()
+            work()
+        except (CollectiveError, ContextError, SaveError) as error:
+            self._reform(error, self.done)
+            return False
+        return True
+
+    def _survive(self, error: PeerLost) -> None:
+        """Go on in mid-step without a rank that was lost; raise ``error`` if that cannot be."""
+        self._reform(error, self.done + 1)
+
+    def _reform(self, error: ElaunchError, calls: int) -> None:
+        """Go on without ranks that were lost; ``calls`` of should_preempt() were made."""
+        script, world = self._script, self._script.world
+        saves, was_first = self._options.save_every is not None, world.ranks.rank == 0
+        schedule = script.checkpoint().schedule if saves else None
+        own = Standing(self.done + 1, self._saved, schedule)
+        seconds = ENTRY_S if isinstance(error, CollectiveError) else FAILED_S
+        found = world.reform(error, calls, own, seconds)
+        if saves:
+            told = [one.schedule for one in found if one.schedule is not None]
+            # Those ahead are past the end of the step before: nobody saves it.
+            earliest = self._progress.before + max(one.next for one in found)
+            script.checkpoint().follow(min(told, key=itemgetter(1)), earliest)
+        self._saved = None if len({one.saved for one in found}) > 1 else self._saved
+        if world.ranks.rank == 0 and not was_first:
+            for total, metrics in script.recent:
+                script.report(total, metrics)
+        self._is_grouped = False
+        position = self._progress.position
+        if script.step is not None:  # its micro-batches are given out again
+            position = self._order.after(self._order.next(position))
+        self._regroup(position)
+
+    def _regroup(self, position: Position) -> None:
+        """Compute with the ranks that do from now on; fetch ahead from a position."""
+        world, ranks = self._script.world, self._script.world.ranks
+        if self._is_grouped and self._gradients.group is world.group:
+            return
+        self._is_grouped = True
+        self._gradients.regroup(world.group)
+        self._feed.begin(position, self._is_over, (ranks.rank, ranks.size))
+
+    def _send(self, group: Group, newcomers: Sequence[int]) -> None:
+        """Send newcomers where the loop stands."""
+        saves = self._options.save_every is not None
+        more = {
+            "facts": refusals.facts(self._trained, self._options),
+            "saved": self._saved,
+            "skipping": self._skipping,
+            "schedule": self._script.checkpoint().schedule if saves else None,
+        }
+        metadata, file = self._script.checkpoint().pack(self._state)
+        group.give(_bytes(metadata), newcomers)
+        group.give(file, newcomers)
+        group.give(_bytes(json.dumps(more).encode()), newcomers)
+
+    def _join(self) -> None:
+        """Join the others as a newcomer, between two of their steps."""
+        script, world = self._script, self._script.world
+        saves = self._options.save_every is not None
+        group, source = world.join(saves)
+        metadata, file, more = (group.take(source) for _ in range(3))
+        told = json.loads(more.numpy().tobytes())
+        for name, value in refusals.facts(self._trained, self._options).items():
+            if told["facts"].get(name) != value:
+                raise ContextError(
+                    f"steps(): {name} is {value} on this rank, which takes the place of one that "
+                    f"has died, and {told['facts'].get(name)} on the others"
+                )
+        try:
+            script.checkpoint().unpack(self._state, metadata.numpy().tobytes(), file)
+        except CheckpointError as error:
+            raise ContextError(
+                "steps(): this rank, which takes the place of one that has died, has another "
+                f"state than the others: {error}"
+            ) from error
+        self._progress.adopt()
+        self._saved, self._skipping = told["saved"], told["skipping"]
+        if saves:
+            script.checkpoint().follow(told["schedule"])
+        script.done = self._total()
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -82,8 +82,10 @@ def look(state: Any) -> Trained:
     return Trained(modules, optimizers, trained)
 
 
-def check(distributed: DistributedContext, state: Any, options: Options) -> Trained:
-    """Return what is to be trained; ALL ranks call it together.
+def check(
+    distributed: DistributedContext, state: Any, options: Options, *, alone: bool = False
+) -> Trained:
+    """Return what is to be trained; ALL ranks call it together, or one ``alone``.
 
     Raises ContextError, the same on all ranks, for what cannot be.
     """
@@ -93,8 +95,9 @@ def check(distributed: DistributedContext, state: Any, options: Options) -> Trai
         problem = next(_problems(state, trained, options, distributed.size), "")
     except CheckpointError as error:
         problem = str(error)
-    facts = _facts(trained, options) if trained is not None and not problem else {}
-    found: list[tuple[str, dict[str, str]]] = distributed.allgather((problem, facts))
+    own = facts(trained, options) if trained is not None and not problem else {}
+    mine = (problem, own)
+    found: list[tuple[str, dict[str, str]]] = [mine] if alone else distributed.allgather(mine)
     if by_rank := {rank: one for rank, (one, _) in enumerate(found) if one}:
         problem = next(iter(by_rank.values()))
         who = "" if len(by_rank) == len(found) else f"{text.ranks(list(by_rank))}: "
@@ -126,7 +129,7 @@ def check_same(distributed: DistributedContext, state: Mapping[str, Any]) -> Non
         ) from None
 
 
-def _facts(trained: Trained, options: Options) -> dict[str, str]:
+def facts(trained: Trained, options: Options) -> dict[str, str]:
     """Return what must be the same on all ranks, in words."""
     names = "global_batch micro_batch until epochs last shuffle seed save_every".split()
     names += ["on_bad_batch", "check", "threads"]

@@ -12,6 +12,9 @@ applied            ``apply()`` has returned: the weights are new
 Before it is through, ``micro_batches()`` looks at what was summed. If a loss is not finite, or a
 gradient, no weight has changed yet: it gives out the batches again, so as to find the micro-batch,
 and then, where that is to be skipped, once more without it.
+
+If a rank is lost, those that are left share the micro-batches among them, and compute them all
+anew (elaunch.training.steps.world).
 """
 
 from __future__ import annotations
@@ -27,19 +30,20 @@ import torch
 from torch import Tensor
 
 from elaunch import text
-from elaunch.errors import BitsDifferError, ContextError, NotFiniteError
+from elaunch.errors import BitsDifferError, ContextError, NotFiniteError, PeerLost
 from elaunch.training.steps.check import BitCheck
 from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
-from elaunch.training.steps.group import Group
 from elaunch.training.steps.order import Order, StepData, seed_all
 from elaunch.training.steps.tree import LeafSum, RankPart, Subtree, combine, leaves_of
+from elaunch.training.steps.world import StepsWorld
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
 LOSS: Final = "loss"
+SKIPPED: Final = "skipped"
 NAMED: Final = 8
 """Samples of a micro-batch that an error names."""
 _Logged = dict[str, list[float | None]]
@@ -68,8 +72,9 @@ class Step:
         order: Order,
         feed: LeafFeed,
         gradients: Gradients,
-        group: Group | None,
+        world: StepsWorld,
         optimizers: Sequence[Optimizer],
+        survive: Callable[[PeerLost], None],
         skips: bool = False,
         check: bool | str = False,
     ) -> None:
@@ -80,10 +85,13 @@ class Step:
         self.is_applied = False
         self.metrics: dict[str, Any] = {}
         self.skipped: set[int] = set()
+        self.newcomers: list[int] = []
+        """Ranks that come back, and are to be admitted after this step."""
         self._data, self._order, self._feed = data, order, feed
-        self._gradients, self._group, self._optimizers = gradients, group, optimizers
-        self._skips, self._warns = skips, check == "warn"
-        self._check = BitCheck(data, order.seed, gradients.parameters, group, bool(check))
+        self._gradients, self._world, self._optimizers = gradients, world, optimizers
+        self._survive, self._skips, self._warns = survive, skips, check == "warn"
+        self._checking = partial(BitCheck, data, order.seed, gradients.parameters, bool(check))
+        self._check = self._checking(world.group)
         places = (order.places(data, leaf) for leaf in range(data.leaves))
         self._weights = [len(place) / order.micro_batch for place in places]
         self._share, self._sums = RankPart((), (), 1), list[LeafSum]()
@@ -99,19 +107,30 @@ class Step:
         ALL ranks go through them together. A rank may have fewer than another, or none where there
         are more ranks than micro-batches. Behind the last one it blocks until all ranks have come.
 
+        If a rank is lost there, and the others go on, it yields further ones.
+
         Raises:
             NotFiniteError: on all ranks: a micro-batch has a loss or a gradient that is not finite,
                 and is not to be skipped. No weight has changed.
             BitsDifferError: on all ranks, by ``check=True``: two ranks have computed different bits
                 of a micro-batch. No weight has changed.
+            PeerLost: another rank is lost, and the job does not go on without it.
         """
         if self._begun:
             raise self._error("micro_batches() is called twice: one loop takes all of them")
         self._begun = True
-        yield from self._leaves(again=False)
-        while not self._sum_up():
-            yield from self._leaves(again=True)
-        self._is_summed = True
+        again = False
+        while not self._is_summed:
+            yield from self._leaves(again=again)
+            again = True
+            try:
+                self._is_summed = self._sum_up()
+            except PeerLost as error:
+                self._survive(error)
+                self._checks = False
+                self._check = self._checking(self._world.group)
+                self.skipped.clear()
+                self.metrics.pop(SKIPPED, None)
         seed_all(self._order.seed, "step", self.number)
 
     def _leaves(self, *, again: bool) -> Iterator[Any]:
@@ -254,32 +273,36 @@ class Step:
 
         All ranks decide alike, by what they have sent each other.
         """
-        is_finite = self._gradients.sum_up()
+        world, sums = self._world, self._gradients
+        world.check()
+        is_finite = sums.sum_up()
         differing = self._check.differing()
         if differing is None:
             return False
         self._report(differing)
         count = len(self._share.sums)
         own = {name: [_number(one) for one in held[:count]] for name, held in self._logged.items()}
-        sent = [own, self._gradients.unused(), is_finite, self._not_finite, self._is_scaled]
+        flags = [is_finite, self._is_scaled]
+        sent = [own, sums.unused(), self._not_finite, flags, world.look()]
         everyone = [json.loads(json.dumps(sent))]
-        if self._group is not None:
-            found = self._group.allgather(json.dumps(sent).encode())
+        if world.group is not None:
+            found = world.group.allgather(json.dumps(sent).encode())
             everyone = [json.loads(one) for one in found]
         values = self._by_leaf([logged for logged, *_ in everyone])
-        if not any(is_scaled for *_, is_scaled in everyone):  # a scaler skips the step by itself
-            bad = {leaf for _, _, _, leaves, _ in everyone for leaf in leaves}
+        if not any(is_scaled for *_, (_, is_scaled), _ in everyone):  # a scaler skips it by itself
+            bad = {leaf for _, _, leaves, _, _ in everyone for leaf in leaves}
             losses = enumerate(values[LOSS])
             bad |= {leaf for leaf, one in losses if one is not None and not math.isfinite(one)}
             if bad:
                 self._leave_out(bad)
                 return False
-            if not self._checks and not all(finite for _, _, finite, _, _ in everyone):
+            if not self._checks and not all(finite for *_, (finite, _), _ in everyone):
                 self._checks = True
                 return False
         self.metrics |= {name: self._mean(held) for name, held in values.items()}
         self.loss = self.metrics[LOSS]
-        self._gradients.assign(set.intersection(*(set(unused) for _, unused, *_ in everyone)))
+        self.newcomers = everyone[0][-1]
+        sums.assign(set.intersection(*(set(unused) for _, unused, *_ in everyone)))
         return True
 
     def _report(self, differing: Mapping[int, str]) -> None:
@@ -292,7 +315,7 @@ class Step:
                     "what is computed is not deterministic (docs/steps.md says what may be): test "
                     'that host and leave it out, or go on by steps(…, check="warn")'
                 )
-            if self._group is None or self._group.rank == 0:
+            if self._world.ranks.rank == 0:
                 log.warning("%s; the step goes on", what)
             self.metrics["differing"] = len(differing)
 
@@ -305,9 +328,9 @@ class Step:
                 f"{what}; no weight has changed. Look at these samples, or have "
                 'such micro-batches left out by steps(…, on_bad_batch="skip")'
             )
-        if self._group is None or self._group.rank == 0:
+        if self._world.ranks.rank == 0:
             log.warning("%s; left out", what)
-        self.metrics["skipped"] = len(self.skipped)
+        self.metrics[SKIPPED] = len(self.skipped)
 
     def _samples(self, leaf: int) -> str:
         if not self._order.length:

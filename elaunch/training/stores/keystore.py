@@ -66,6 +66,8 @@ class KeyStore:
     """
 
     def __init__(self, distributed: _Ranks, rounds: RoundStore) -> None:
+        self.uses = 0
+        """How often it was used."""
         self._distributed = distributed
         self._rounds = rounds
         self._lock = threading.Lock()
@@ -125,6 +127,7 @@ class KeyStore:
     @contextlib.contextmanager
     def _store(self, timeout: float | None) -> Iterator[tuple[StoreConnection | _Memory, float]]:
         until = time.monotonic() + self._distributed.seconds(timeout)
+        self.uses += 1
         if self._alone is not None:
             yield self._alone, until
             return

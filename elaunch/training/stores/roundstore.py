@@ -211,12 +211,19 @@ class RoundStore:
                 made.close()
                 raise
             self._open.add(made)
+        if self._closed:
+            made.cut()
         forks.leave_behind(self)
         return made
 
-    def close(self) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can connect any more."""
+        return bool(self._closed)
+
+    def close(self, why: str = "the context is closed") -> None:
         """Cut every connection, and end the store if this rank hosts it; may be called twice."""
-        self._closed = self._closed or "the context is closed"
+        self._closed = self._closed or why
         for connection in list(self._open):
             connection.cut()
         with self._lock:

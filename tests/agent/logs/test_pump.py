@@ -78,6 +78,39 @@ def test_bytes_arrive_as_they_were_written(rig: Callable[..., Rig], tmp_path: Pa
     ]
 
 
+def test_a_worker_that_goes_on_writes_into_the_next_round(
+    rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """The end of the others is waited for; what was quoted of it stays known."""
+    made = rig()
+    go = tmp_path / "go"
+    late = f"""
+import sys, time
+sys.stdout.write('one '); sys.stdout.flush(); sys.stderr.write('old\\n'); sys.stderr.flush()
+while not os.path.exists({str(go)!r}): time.sleep(0.01)
+print('two'); sys.stderr.write('new\\n')
+"""
+    made.start({0: late, 1: "print('gone')"})
+    first, gone = made.workers
+    assert gone.wait(SECONDS) == 0
+    eventually(lambda: made.pump.tail(0, 5) == ["old"])
+    assert made.pump.finish_round(SECONDS, {0})
+    assert written(tmp_path, 1) == b"gone\n"
+    ends = made.pump.open_round(1, {0: 10, 1: 11}, {0})
+    assert ends.keys() == {1}
+    again = worker("print('again')", ends[1])
+    eventually(lambda: (tmp_path / "attempt_1" / "1" / "stdout.log").exists())
+    eventually(lambda: written(tmp_path, 1, round=1) == b"again\n")
+    go.touch()
+    assert first.wait(SECONDS) == again.wait(SECONDS) == 0
+    assert made.pump.finish_round(SECONDS)
+    assert made.pump.tail(0, 5) == ["old", "new"]
+    made.close()
+    assert (written(tmp_path, 0), written(tmp_path, 0, round=1)) == (b"one ", b"two\n")
+    assert b"two\n" in made.out.data and b"one " in made.out.data
+    assert written(tmp_path, 0, "stderr", 1) == b"new\n"
+
+
 @pytest.mark.slow
 def test_arrivals_are_noted_of_each_file_now_and_then(
     rig: Callable[..., Rig], tmp_path: Path

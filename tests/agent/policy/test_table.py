@@ -86,6 +86,8 @@ EVENTS: dict[str, events.Event] = {
     "PreemptAsked": events.PreemptAsked("drain", print),
     "RestartAsked": events.RestartAsked("new data", print),
     "NoticeKnown": events.NoticeKnown(0, Notice("drain")),
+    "WorkerStands": events.WorkerStands(0, 0, True),
+    "WorkerEnters": events.WorkerEnters(0, 0, True),
     "WorkerListens": events.WorkerListens(0, 0),
     "PreemptAcked": events.PreemptAcked(0, 0, Notice("drain")),
     "FenceAsked": events.FenceAsked(0, print),
@@ -130,6 +132,8 @@ FORWARDED         says           says           Forward        Forward        sa
 PreemptAsked      Notify         Notify         Notify         Notify         Notify         Notify
 RestartAsked      says           says           AskRestart     says           says           says
 NoticeKnown       -              -              Notify         -              -              -
+WorkerStands      -              -              -              -              -              -
+WorkerEnters      -              -              -              -              -              -
 WorkerListens     -              -              Notify         -              -              -
 PreemptAcked      -              -              -              -              -              -
 FenceAsked        -              -              -              -              -              -

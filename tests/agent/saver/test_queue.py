@@ -345,6 +345,20 @@ def test_a_round_resumes_from_a_save_whose_commit_is_yet_to_be_noted(
     assert rig.queue.record()["problem"] == ""
 
 
+def test_a_round_that_keeps_its_workers_goes_on_with_what_is_whole(rig: Rig) -> None:
+    """A save that lacks a shard comes to nothing; nobody is told, since the ranks begin anew."""
+    gate = Gate(rig, 0)
+    for rank in (0, 1):
+        rig.stage(10, rank)
+    rig.stage(20, 1, "v")
+    rig.queue.leave(0)
+    rig.queue.end_round(whole=True)
+    rig.queue.join(1)
+    gate.opened.set()
+    done = rig.queue.wait(1, LONG)
+    assert done is not None and done.name == "step-00000010.r0" and rig.names == [done.name]
+
+
 @pytest.mark.slow
 def test_storage_that_hangs_for_good(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call says so; memory that is still read is never given out."""
@@ -484,6 +498,20 @@ def test_a_commit_under_way_may_be_taken_over(rig: Rig, monkeypatch: pytest.Monk
     (done,) = rig.disk.finish_stages(RUN, rig.queue.unfinished())
     go_on.set()
     assert rig.queue.wait(0, LONG) == done
+
+
+def test_a_look_while_ranks_live_leaves_their_saves_alone(rig: Rig) -> None:
+    """Workers that stay may hand the rest over; at the end of a round nothing comes any more."""
+    rig.stage(10, 0)
+    wait_until(lambda: 0 in rig.disk.manifests(Stage(10, 0, "u")), LONG)
+    assert rig.disk.finish_stages(RUN, rig.queue.unfinished()) == []
+    rig.stage(10, 1)
+    assert rig.queue.wait(0, LONG) is not None
+    rig.stage(20, 0)
+    rig.queue.wake()
+    wait_until(lambda: not rig.queue.unfinished(), LONG)
+    assert rig.disk.finish_stages(RUN, rig.queue.unfinished()) == []
+    assert rig.stages == []
 
 
 def test_the_same_part_twice(rig: Rig) -> None:

@@ -170,6 +170,36 @@ def test_what_a_search_has_committed_is_kept_by_rule(rig: Rig) -> None:
     wait_until(lambda: rig.names == ["step-00000010.r0", "step-00000030.r0"], LONG)
 
 
+def test_a_worker_that_was_kept_begins_anew(rig: Rig) -> None:
+    """On its old connection: all else is of the round before. It may have another rank."""
+    zero, one = rig.worker(0), rig.worker(1)
+    assert one.begin(True, LONG)
+    one.memory(8)[:8] = b"old data"
+    kept = Round(1, 2, kept={1: 0})
+    rig.state = structs.replace(rig.state, round=1, kept=kept.kept)
+    rig.links.begin(kept)
+    rig.saver.begin(kept)
+    with pytest.raises(SaveError, match="round 0 is over: round 1 runs here"):
+        one.begin(True, LONG)
+    one._placement = SimpleNamespace(rank=0, local_rank=1)  # it is alone for now
+    one.connect(1)
+    assert one.begin(True, LONG)
+    memory = one.memory(8)
+    memory[:8] = b"new data"
+    header = ShardHeader(0, 1, "digits", {"steps_completed": 20})
+    one.staged(StagedShard(Stage(20, 1, "v"), header, (("part-0", ((0, 8),)),)))
+    assert one.wait(LONG) is not None and rig.names == ["step-00000020.r1"]
+    new = rig.worker(0, 1)
+    one._placement = SimpleNamespace(rank=1, local_rank=1)
+    one.connect(1)
+    for rank, worker in enumerate((new, one)):
+        assert worker.begin(True, LONG)
+        worker.memory(8)[:8] = b"all data"
+        worker.staged(shard(30, rank, 1))
+    assert one.wait(LONG) is not None and "step-00000030.r1" in rig.names
+    end(zero, one, new)
+
+
 def shard(step: int, rank: int, number: int = 0, size: int = 8) -> StagedShard:
     """Return a part of ``size`` bytes at the beginning of the memory."""
     part = ShardHeader(rank, 2, "digits", {"steps_completed": step})

@@ -110,6 +110,33 @@ def test_a_crash_and_a_resume() -> None:
     assert seconds["rendezvous"] == pytest.approx(1.0 + 2.0)
 
 
+def test_workers_that_were_kept_lose_nothing() -> None:
+    """What they have added up before is counted once, also in the third round."""
+    job = Job()
+    job.turn(104.0, events.DeadlinePassed(), phase=Phase.MEETING)
+    job.begin(105.0, 0)
+
+    def shown(at: float, last: int) -> Reading:
+        known = {"init": 1.0, "first_step": 2.0, "train": at - 109.0}
+        return page(106.0, "train", at, (1, last), **known)
+
+    job.pages = {k: shown(119.0, 11) for k in range(2)}
+    job.crash(119.0, 1, 0)
+    for number, at in ((1, 124.0), (2, 134.0)):
+        job.pages = {0: shown(at, 11)}
+        begun = Round(number, 2, checkpoint=Checkpoint("/c", 5, "elaunch"), kept={0: 0})
+        fresh = {"first": None, "hang": None, "round": number}
+        job.turn(at, events.DeadlinePassed(), begun, phase=Phase.RUNNING, **fresh)
+        job.turn(at, events.WorkerStarted(number, 1, 1, at + 1.0))
+        job.pages = {0: shown(at + 5.0, 11), 1: page(at + 1.0, "first_step", at + 2.0, init=1.0)}
+        job.crash(at + 5.0, 1, number)
+    seconds = job.seconds()
+    assert "lost" not in seconds and seconds["detect"] == pytest.approx(3 * 2.0)
+    assert seconds["init"] == pytest.approx(1.0 + 2 * 0.5)
+    assert seconds["train"] == pytest.approx(10.0 + 2 * (5.0 + 1.0) / 2)
+    assert seconds["first_step"] == pytest.approx(2.0 + 2 * 2.0 / 2)
+
+
 def test_a_script_that_tells_nothing_trains_from_fork_to_end() -> None:
     """And a slot whose worker is done waits for the others."""
     job = Job(saves=False)

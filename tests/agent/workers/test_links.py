@@ -107,6 +107,30 @@ def test_what_it_says_is_posted(agent: Agent) -> None:
     assert agent.event() == events.NoticeKnown(0, Notice("odd"))
 
 
+def test_a_worker_that_was_kept_goes_on(agent: Agent) -> None:
+    """Its connection stays, what it says is of the new round, and the others are dropped."""
+    worker, other = Worker(agent, 0), Worker(agent, 1)
+    assert worker.hear() == other.hear() == {"op": "attached"}
+    worker.say(
+        b'{"op": "listens"}\n{"op": "stands", "stands": true}\n{"op": "stands", "stands": 1}'
+    )
+    worker.say(b'{"op": "stands", "stands": true}')
+    told = [agent.event() for _ in range(4)]
+    stands = [events.WorkerStands(0, 0, yes) for yes in (True, False, True)]
+    assert told == [events.WorkerListens(0, 0), *stands]
+    agent.links.begin(Round(1, 2, kept={0: 0}))
+    assert other.hear() == {}
+    agent.links.enter(0, {"ELAUNCH_ROUND": "1"}, [0])
+    asked = {"op": "enter", "environ": {"ELAUNCH_ROUND": "1"}, "present": [0]}
+    assert worker.hear() == asked
+    worker.say(b'{"op": "enters", "round": 1}\n{"op": "entered", "round": 1}\n{"op": "listens"}')
+    worker.say(b'{"op": "detach"}\n{"op": "entered", "round": "x"}')
+    told = [agent.event() for _ in range(5)]
+    entered = [events.WorkerEnters(1, 0, False), events.WorkerEnters(1, 0, True)]
+    later = [events.WorkerListens(1, 0), events.WorkerStands(1, 0, False)]
+    assert told == [*entered, *later, events.WorkerEnters(-1, 0, True)]
+
+
 def test_a_flood_of_reports_is_a_few_events(agent: Agent) -> None:
     """The loop has no more to do than the worker has news, and others are heard meanwhile."""
     flood, other = Worker(agent, 0), Worker(agent, 1)

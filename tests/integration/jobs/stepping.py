@@ -4,6 +4,7 @@ Arguments, as ``name=value``: what of the training is another than by default; `
 last rank kill itself in that step of round 0, ``pause=STEP`` waits there for the end of the job,
 ``flip=RANK`` has that rank compute a gradient with a wrong bit, ``flip=RANK.once`` only when it
 computes a micro-batch for the first time, ``spoil=RANK`` changes a weight there after step 1,
+``call=1`` has all ranks call each other before the loop, so that all begin anew when one dies;
 ``bad=STEP.LEAF`` has a loss that is not finite, ``raise=STEP.LEAF`` raises there.
 """
 
@@ -59,6 +60,8 @@ def flip(gradient: Tensor) -> Tensor:
 flipped: set[tuple[int, int | None]] = set()
 with elaunch.init(announce=False) as ctx:
     rank, size = ctx.distributed.rank, ctx.distributed.size
+    if "call" in given:
+        ctx.distributed.barrier()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -58,6 +58,15 @@ ROWS = {
 }
 
 
+def test_workers_that_stay_lose_no_step() -> None:
+    """Those that wait for the next round are not kept waiting; others work meanwhile."""
+    allowed, spent = rules_of_one(3, False, True), Spent(1, 1, 1)
+    reason = f"{FAILED}; restart 2 of 3 since the last progress, the other workers go on"
+    assert verdict(allowed, spent, FAILED, 40, False, "wait") == Again(reason)
+    expected = Again(f"{reason}, after a backoff of up to 0.5 s: {AGAIN}", 0.5)
+    assert verdict(allowed, spent, FAILED, 40, False, "work") == expected
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_verdict(row: tuple[tuple[Rules, Spent, int | None, bool], Again | NoMore]) -> None:
     """What is allowed, what is spent, the step, a long life → the verdict."""

@@ -5,4 +5,4 @@
 ``convert`` goes to and from one file of ``torch.save``.
 """
 
-__all__ = ["archives", "convert", "image", "metadata", "plan", "read", "sources"]
+__all__ = ["archives", "convert", "image", "metadata", "plan", "read", "sources", "transfer"]

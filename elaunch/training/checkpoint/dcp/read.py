@@ -42,13 +42,17 @@ class ArchiveExtent:
 
 @dataclass(frozen=True)
 class Reads:
-    """The reads of a rank: boxes of tensors as the planner says, values by key; in which files."""
+    """The reads of a rank: boxes of tensors as the planner says, values by key; in which files.
+
+    ``wanted`` are the tensors that are filled, by key.
+    """
 
     metadata: Metadata
     planner: DefaultLoadPlanner
     items: Sequence[ReadItem]
     values: Sequence[str]
     files: frozenset[str]
+    wanted: Mapping[str, torch.Tensor]
 
 
 def plan(metadata: Metadata, wanted: Mapping[str, torch.Tensor], values: Sequence[str]) -> Reads:
@@ -59,7 +63,7 @@ def plan(metadata: Metadata, wanted: Mapping[str, torch.Tensor], values: Sequenc
     items = planner.finish_plan(planner.create_global_plan([local])[0]).items
     wants = [item.storage_index for item in items] + [MetadataIndex(key) for key in values]
     files = frozenset(extent_of(metadata, index).file for index in wants)
-    return Reads(metadata, planner, items, values, files)
+    return Reads(metadata, planner, items, values, files, wanted)
 
 
 def extent_of(metadata: Metadata, index: MetadataIndex) -> ArchiveExtent:

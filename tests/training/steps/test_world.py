@@ -1,0 +1,175 @@
+"""What ranks that stay are made of: connections that can be cut, states that are sent, worlds."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elaunch.errors import CheckpointError, PeerLost
+from elaunch.training.checkpoint.dcp import transfer
+from elaunch.training.distributed import DistributedContext
+from elaunch.training.steps.gradients import Gradients
+from elaunch.training.steps.group import Group, Sockets, connect
+from elaunch.training.steps.world import Standing, StepsWorld
+from tests.training.rankrig import PATIENCE, StoreHost, in_threads
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[StoreHost]:
+    """One store for all tests of this module."""
+    yield StoreHost()
+
+
+def groups(host: StoreHost, size: int) -> list[Group]:
+    """Return a group of each rank, in threads."""
+    job = uuid.uuid4().hex
+
+    def work(rank: int) -> Group:
+        ranks = DistributedContext.of(host.place(rank, size, job=job))
+        ranks.open(timeout=PATIENCE)
+        made = connect(ranks)
+        assert made is not None
+        return made
+
+    found: list[Group] = in_threads(range(size), work).all()
+    return found
+
+
+def test_a_rank_that_waits_is_woken(host: StoreHost) -> None:
+    """By its own connections, which another thread cuts; not those that were there before."""
+    before = torch.distributed.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
+    sockets = Sockets()
+    first, _ = groups(host, 2)
+    sockets.seal()
+    late = torch.distributed.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
+    message = first.receive(torch.empty(5), 1, 7)
+    threading.Timer(0.1, sockets.cut).start()
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1 is lost"):
+        message.wait()
+    assert time.monotonic() - started < PATIENCE / 2
+    for other in (before, late):
+        other.set("k", "v")
+        assert other.get("k") == b"v"
+
+
+def test_some_of_a_group_are_one_of_their_own(host: StoreHost) -> None:
+    """One alone needs none."""
+    made = groups(host, 3)
+    assert made[1].among([1]) is None
+
+    def work(number: int) -> list[bytes]:
+        part = made[2 * number].among([0, 2])
+        assert part is not None and part.rank == number
+        return part.allgather(bytes([number]))
+
+    assert in_threads(range(2), work).all() == [[b"\0", b"\1"]] * 2
+
+
+def state(seed: int) -> dict[str, Any]:
+    """Return what a script gives: of another seed, other values."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 2), nn.Linear(4, 2).bfloat16())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (seed + 1), amsgrad=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    more = {"text": f"seed {seed}", "many": [seed, math.pi * seed], "t": torch.rand(2, 0, 3)}
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "more": more}
+
+
+def trained(made: dict[str, Any], steps: int) -> None:
+    """Make some steps with gradients of the step's number."""
+    for step in range(steps):
+        for one in made["model"].parameters():
+            one.grad = torch.full_like(one, math.sin(step))
+        made["optimizer"].step()
+        made["schedule"].step()
+
+
+def test_a_state_is_sent_with_all_bits(host: StoreHost) -> None:
+    """Model, optimizer, schedule, plain values: what follows is the same."""
+    made = groups(host, 3)
+    states = [state(rank) for rank in range(3)]
+    trained(states[1], 3)
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            metadata, file = transfer.pack(states[1])
+            made[1].give(torch.frombuffer(bytearray(metadata), dtype=torch.uint8), [0, 2])
+            made[1].give(file, [0, 2])
+            return
+        metadata, file = made[rank].take(1).numpy().tobytes(), made[rank].take(1)
+        transfer.unpack(states[rank], metadata, file, (rank, 3))
+
+    in_threads(range(3), work).all()
+    for one in states:
+        trained(one, 4)
+    for one in (states[0], states[2]):
+        for a, b in zip(one["model"].parameters(), states[1]["model"].parameters(), strict=True):
+            assert torch.equal(a, b)
+        assert one["more"]["text"] == "seed 1" and one["more"]["many"] == [1, math.pi]
+        assert one["schedule"].state_dict() == states[1]["schedule"].state_dict()
+
+
+def test_another_state_is_refused() -> None:
+    """By name."""
+    with pytest.raises(CheckpointError, match="only one of the two has own"):
+        transfer.unpack({**state(1), "own": 7}, *transfer.pack(state(0)), (1, 2))
+
+
+def test_sums_go_on_with_fewer_ranks(host: StoreHost) -> None:
+    """After a loss in mid-step: nothing of what was sent before is in the sums."""
+    sockets, whole = Sockets(), groups(host, 2)
+    sockets.seal()
+    model = nn.Linear(400, 400)
+    sums = Gradients(list(model.parameters()), whole[0])
+
+    def leaves(count: int) -> None:
+        share = sums.begin(count, float(count))
+        for number, what in enumerate(share.sums):
+            generator = torch.Generator().manual_seed(what.leaf)
+            loss = model(torch.randn(4, 400, generator=generator)).square().mean()
+            sums.add(number, loss.backward)
+
+    threading.Timer(0.2, sockets.cut).start()
+    leaves(4)  # the other one never comes
+    with pytest.raises(PeerLost):
+        sums.sum_up()
+    sums.regroup(None)
+    leaves(4)
+    assert sums.sum_up()
+    sums.assign(())
+    found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    sums.close()
+    other = Gradients(list(model.parameters()), None)
+    sums = other
+    leaves(4)
+    assert other.sum_up()
+    other.assign(())
+    assert all(
+        torch.equal(a, one.grad)
+        for a, one in zip(found, model.parameters(), strict=True)
+        if one.grad is not None
+    )
+
+
+def test_one_rank_alone_goes_on_as_ever() -> None:
+    """Without an agent nothing stands, and what is lost is lost."""
+    world = StepsWorld(DistributedContext(), None, lambda *_: pytest.fail("it moves"))
+    world.stand(True)
+    assert not world.joins and not world.missing and world.look() == []
+    error = PeerLost(f"rank {random.randrange(9)} is lost")
+    with pytest.raises(PeerLost) as raised:
+        world.reform(error, 1, Standing(1))
+    assert raised.value is error
