@@ -113,7 +113,7 @@ class CheckpointContext(Renamed):
     @property
     def schedule(self) -> tuple[Any, ...]:
         """When the next save is due, for :meth:`follow` on other ranks."""
-        return self._schedule.told()
+        return self._schedule.measured()
 
     def follow(self, schedule: Sequence[Any], earliest: int = 0) -> None:
         """Have the next save due when it is on another rank, at step ``earliest`` or later."""

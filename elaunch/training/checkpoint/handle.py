@@ -261,7 +261,7 @@ class Schedule:
         self._printed = self._now = 0.0
         self._pace = 1.0
 
-    def told(self) -> tuple[Every | None, int, int | None, int]:
+    def measured(self) -> tuple[Every | None, int, int | None, int]:
         """Return what :meth:`follow` takes on another rank; the earliest due one is the least."""
         return self._every, self._due, self._last, self._steps
 

@@ -177,14 +177,14 @@ def has_default() -> bool:
 class Sockets:
     """The TCP connections within this machine that this process makes from now on.
 
-    They are those up to :meth:`seal`. Any thread may cut them.
+    They are those up to :meth:`finish`. Any thread may cut them.
     """
 
     def __init__(self) -> None:
         self._before = _sockets()
         self._made: frozenset[tuple[int, int]] | None = None
 
-    def seal(self) -> None:
+    def finish(self) -> None:
         """Leave out what is made later."""
         self._made = _sockets() - self._before
 

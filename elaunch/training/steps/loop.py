@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final
@@ -178,8 +178,9 @@ class Steps:
                 world.begin_step()
                 self._regroup(self._progress.position)
                 parts = (self._order, feed, gradients, world, trained.optimizers)
-                skips = options.on_bad_batch == "skip" and self._skipping < MOST_SKIPPING
-                script.step = step = Step(data, *parts, self._survive, skips, options.check)
+                skips = self._skipping < MOST_SKIPPING
+                rules = options if skips else replace(options, on_bad_batch="raise")
+                script.step = step = Step(data, *parts, self._survive, rules)
                 yield step
                 self._count(step, self._order.after(data))
                 script.step = None
@@ -319,10 +320,10 @@ class Steps:
         seconds = ENTRY_S if isinstance(error, CollectiveError) else FAILED_S
         found = world.reform(error, calls, own, seconds)
         if saves:
-            told = [one.schedule for one in found if one.schedule is not None]
+            known = [one.schedule for one in found if one.schedule is not None]
             # Those ahead are past the end of the step before: nobody saves it.
             earliest = self._progress.before + max(one.next for one in found)
-            script.checkpoint().follow(min(told, key=itemgetter(1)), earliest)
+            script.checkpoint().follow(min(known, key=itemgetter(1)), earliest)
         self._saved = None if len({one.saved for one in found}) > 1 else self._saved
         if world.ranks.rank == 0 and not was_first:
             for total, metrics in script.recent:
@@ -362,12 +363,12 @@ class Steps:
         saves = self._options.save_every is not None
         group, source = world.join(saves)
         metadata, file, more = (group.take(source) for _ in range(3))
-        told = json.loads(more.numpy().tobytes())
+        known = json.loads(more.numpy().tobytes())
         for name, value in refusals.facts(self._trained, self._options).items():
-            if told["facts"].get(name) != value:
+            if known["facts"].get(name) != value:
                 raise ContextError(
                     f"steps(): {name} is {value} on this rank, which takes the place of one that "
-                    f"has died, and {told['facts'].get(name)} on the others"
+                    f"has died, and {known['facts'].get(name)} on the others"
                 )
         try:
             script.checkpoint().unpack(self._state, metadata.numpy().tobytes(), file)
@@ -377,9 +378,9 @@ class Steps:
                 f"state than the others: {error}"
             ) from error
         self._progress.adopt()
-        self._saved, self._skipping = told["saved"], told["skipping"]
+        self._saved, self._skipping = known["saved"], known["skipping"]
         if saves:
-            script.checkpoint().follow(told["schedule"])
+            script.checkpoint().follow(known["schedule"])
         script.done = self._total()
 
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
+    from elaunch.training.steps.refusals import Options
+
 LOSS: Final = "loss"
 SKIPPED: Final = "skipped"
 NAMED: Final = 8
@@ -75,8 +77,7 @@ class Step:
         world: StepsWorld,
         optimizers: Sequence[Optimizer],
         survive: Callable[[PeerLost], None],
-        skips: bool = False,
-        check: bool | str = False,
+        rules: Options,
     ) -> None:
         self.number, self.epoch, self.is_last_of_epoch = data.number, data.epoch, data.is_last
         self.leaf: int | None = None
@@ -89,8 +90,10 @@ class Step:
         """Ranks that come back, and are to be admitted after this step."""
         self._data, self._order, self._feed = data, order, feed
         self._gradients, self._world, self._optimizers = gradients, world, optimizers
-        self._survive, self._skips, self._warns = survive, skips, check == "warn"
-        self._checking = partial(BitCheck, data, order.seed, gradients.parameters, bool(check))
+        self._survive, self._warns = survive, rules.check == "warn"
+        self._skips = rules.on_bad_batch == "skip"
+        seed, checks = order.seed, bool(rules.check)
+        self._checking = partial(BitCheck, data, seed, gradients.parameters, checks)
         self._check = self._checking(world.group)
         places = (order.places(data, leaf) for leaf in range(data.leaves))
         self._weights = [len(place) / order.micro_batch for place in places]

@@ -185,14 +185,14 @@ class StepsWorld:
                 self._part(own, found)
                 if self.ranks.rank == 0:
                     self._opened().put("loop", str(self.loop).encode(), _soon())
-                    log.warning("round %d goes on: %s", self._job.round, self._said(found))
+                    log.warning("round %d goes on: %s", self._job.round, self._in_words(found))
             except (CollectiveError, ContextError) as another:
                 error = another
                 continue
             return found
         raise error
 
-    def _said(self, found: Sequence[Standing]) -> str:
+    def _in_words(self, found: Sequence[Standing]) -> str:
         """Return which ranks are in which step."""
         steps = zip(self.present, (f"step {one.next}" for one in found), strict=True)
         return ", ".join(text.on_ranks(steps))
@@ -204,7 +204,7 @@ class StepsWorld:
         if self._whole is not None and own.next == first and len(behind) < len(found):
             self.group = self._whole.among(behind)
             assert self._sockets is not None
-            self._sockets.seal()
+            self._sockets.finish()
             self.check()
 
     # ── ranks that come ──────────────────────────────────────────────────────────────────────────
@@ -307,7 +307,7 @@ class StepsWorld:
         self.group = self._whole = group.connect(self.ranks)
         if self._saves and self._whole is not None:
             self._whole.provide_default()
-        self._sockets.seal()
+        self._sockets.finish()
         self.check()
 
     def _opened(self) -> StoreConnection:

@@ -52,7 +52,7 @@ def test_a_rank_that_waits_is_woken(host: StoreHost) -> None:
     before = torch.distributed.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
     sockets = Sockets()
     first, _ = groups(host, 2)
-    sockets.seal()
+    sockets.finish()
     late = torch.distributed.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=60))
     message = first.receive(torch.empty(5), 1, 7)
     threading.Timer(0.1, sockets.cut).start()
@@ -131,7 +131,7 @@ def test_another_state_is_refused() -> None:
 def test_sums_go_on_with_fewer_ranks(host: StoreHost) -> None:
     """After a loss in mid-step: nothing of what was sent before is in the sums."""
     sockets, whole = Sockets(), groups(host, 2)
-    sockets.seal()
+    sockets.finish()
     model = nn.Linear(400, 400)
     sums = Gradients(list(model.parameters()), whole[0])
 
