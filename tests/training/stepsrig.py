@@ -14,7 +14,7 @@ from elaunch.training.distributed import DistributedContext
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.steps.loop import Script, Steps
 from elaunch.training.steps.refusals import Options
-from elaunch.training.steps.world import World
+from elaunch.training.steps.world import StepsWorld
 from elaunch.wire.progress import ProgressPage
 
 X = torch.arange(20.0).reshape(10, 2)
@@ -44,7 +44,7 @@ class Rig:
         self.preempt.start()
         self.reported: list[tuple[int, Mapping[str, Any]]] = []
         self.script = Script(
-            World(self.ranks, None, lambda *_: pytest.fail("nobody dies here")),
+            StepsWorld(self.ranks, None, lambda *_: pytest.fail("nobody dies here")),
             self.preempt,
             lambda: pytest.fail("nothing is saved here"),
             lambda step, metrics: self.reported.append((step, dict(metrics))),
