@@ -17,7 +17,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FAMILIES: Final = {
     "elaunch_run_state": "1 for the state that the run is in",
-    "elaunch_run_live": "whether the run goes on",
+    "elaunch_run_live": "whether the run is live",
     "elaunch_run_duration_seconds": "how long the run has lasted",
     "elaunch_run_round": "number of the current round",
     "elaunch_run_restarts": "restarts so far",
@@ -33,7 +33,7 @@ FAMILIES: Final = {
     "elaunch_run_failures": "rounds that failed",
     "elaunch_run_step_seconds": "seconds for a step, without waits and saves",
     "elaunch_run_waiting_ratio": "share of the last minutes in which ranks waited for the last one",
-    "elaunch_run_rank_behind_seconds": "how far behind the others a rank comes to collectives",
+    "elaunch_run_rank_behind_seconds": "how far behind the others a rank arrives at collectives",
     "elaunch_run_exit_code": "exit code of a run that has ended",
 }
 """Every name on the page, and its HELP."""

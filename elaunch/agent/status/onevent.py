@@ -1,4 +1,4 @@
-"""``--on-event``: a command, or a URL, that gets what happens to the job (docs/status.md).
+"""``--on-event``: a command, or a URL, that gets what happens to the job (docs/events.md).
 
 ===========  =================================================  =================================
 event        when                                               of several nodes

@@ -82,7 +82,7 @@ STOP = (
     ),
     own(
         *("on-event", Kind(values.hook, "CMD|URL", "a command of the shell, or a URL"), None),
-        "Shell command or URL that receives the job's events as JSON (docs/status.md).",
+        "Shell command or URL that receives the job's events as JSON (docs/events.md).",
     ),
     own(
         "exit-codes",
