@@ -55,7 +55,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 # Public for other parts of elaunch, not for scripts.
 INNER: dict[str, tuple[str, ...]] = {
-    "DistributedContext": ("of", "open", "close", "describe", "seconds", "note"),
+    "DistributedContext": ("of", "open", "close", "describe", "seconds", "note", "over"),
     "KeyStore": ("close",),
     "PreemptContext": ("start", "on_notice", "on_signal", "close"),
     "TrainContext": ("attach", "note_step", "metrics_at", "close"),
