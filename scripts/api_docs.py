@@ -57,7 +57,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 INNER: dict[str, tuple[str, ...]] = {
     "DistributedContext": (
         *("of", "open", "close", "describe", "seconds", "note"),
-        *("stand_by", "move", "made"),
+        *("over", "stand_by", "move", "made"),
     ),
     "KeyStore": ("close",),
     "PreemptContext": ("start", "move", "on_notice", "on_signal", "close"),

@@ -52,11 +52,11 @@ PROBE_SECONDS = 0.3
 """How long all members together have to report how they are."""
 PASSES = 3
 """How often the members that know a leader are tried for one call."""
-DENIED_FIRST, DENIED_MOST = 2.0, 30.0
+DENIED_FIRST, DENIED_MOST = 2.0, 8.0
 """Seconds for which a refused password is not tried again; twice as long after each further one.
 
 etcd compares a password for a tenth of a second of processor time. On a busy machine that takes a
-second, in which it renews no lease.
+second, in which it renews no lease. Who may be let in again has several tries in ``store_timeout``.
 """
 
 CLOSE_SECONDS = 1.0
@@ -194,6 +194,7 @@ class Calls:
         with self._token_lock:
             if self._token is None:
                 self._token = self._authenticate(member, seconds)
+                self._refused, self._pause = "", DENIED_FIRST
             return (*_NEEDS_LEADER, ("token", self._token)) if self._token else _NEEDS_LEADER
 
     def forget_token(self, metadata: Metadata) -> None:
@@ -264,9 +265,7 @@ class Calls:
             name=self.cluster.user, password=self.cluster.password or ""
         )
         try:
-            answer = member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER)
-            self._refused, self._pause = "", DENIED_FIRST
-            return str(answer.token)
+            return str(member.call("Auth", "Authenticate", request, seconds, _NEEDS_LEADER).token)
         except self.loaded.grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
