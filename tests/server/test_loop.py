@@ -135,9 +135,11 @@ def _reformed_while_it_imports(directory: Path) -> list[object]:
     """Return what a server sends, in an import, of a round that ends before it has begun here."""
     ours, theirs = socket.socketpair()
     server, agent = Server(theirs), LocalChannel(ours)
-    stays, dead = (os.fork() for _ in range(2))
-    if 0 in (stays, dead):
+    stays = os.fork()
+    if stays == 0:
+        os.closerange(3, 256)  # the answer ends with its last writer
         time.sleep(600)
+    dead = subprocess.Popen(["sleep", "600"]).pid
     server._workers[stays] = _job(0)
     (directory / "busy_module.py").write_text("import time\ntime.sleep(0.5)\n")
     server._later.plan(["busy_module"], str(directory), 0.0)
@@ -157,6 +159,7 @@ def _reformed_while_it_imports(directory: Path) -> list[object]:
     server._send({"op": "end of the test"})
     found = [message[0] for _ in range(3) if (message := agent.receive())]
     lives = [os.path.exists(f"/proc/{pid}") for pid in (stays, dead)]
+    os.kill(stays, signal.SIGKILL)
     return [
         *(each["op"] for each in found),
         found[0].get("kept"),

@@ -317,6 +317,7 @@ class LogPump:
         for stream in opened.live:
             self._live[stream] = opened
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+        opened.opened.set()
 
     def _end(self, stream: OutputStream, of_round: LogRound) -> None:
         if self._live.pop(stream, None) is not None and not stream.paused:

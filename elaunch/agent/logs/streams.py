@@ -199,7 +199,8 @@ class LogRound:
         filtered: the filtered files, by name of the stream.
         arrivals: when their bytes came, if that can be noted.
         held: what somebody still had open when the round was given up, in words.
-        opened: set when workers may start: the directories are there, as far as they can be.
+        opened: set when workers may start: the directories are there, as far as they can be, and
+            what is written from now on belongs to this round.
         kept: the local ranks of the workers that go on in the next round.
         others_ended: set when the streams of all others have ended, and what was read is on file.
         ended: set when all streams have ended.
@@ -246,7 +247,6 @@ class LogRound:
         except RuntimeError as error:
             if plan.log_root is not None:
                 complain(plan.log_root, OSError(str(error)))
-            self.opened.set()
             self.done.set()
             read()
 
@@ -254,7 +254,6 @@ class LogRound:
         try:
             open_files(self, plan, complain)
         finally:
-            self.opened.set()
             read()
         self.ended.wait()
         files = (stream.file for stream in self.streams.values())
@@ -332,7 +331,8 @@ def open_files(opened: LogRound, plan: LogPlan, complain: Complaint) -> None:
     except OSError as exc:
         complain(plan.log_root, exc)
         return
-    opened.opened.set()  # each file is 0.3 ms that the workers' forks need not wait for
+    if not opened.before:
+        opened.opened.set()  # each file is 0.3 ms that the workers' forks need not wait for
     base = round_directory(plan.log_root, opened.number)
     for name in STREAM_BITS:
         file = LogFile(base / f"filtered_{name}.log", complain)

@@ -93,7 +93,7 @@ def test_those_of_killed_agents_are_cleared(shared: Path) -> None:
     (linked / "link").symlink_to(elsewhere)
     living = RunTemp("private", {})
     assert living.path is not None
-    planted = shared / f"{empty.name[:-1]}_"
+    planted = shared / f"{empty.name}_"
     planted.symlink_to(elsewhere)
     remove_abandoned()
     assert [path.exists() for path in (empty, full, linked)] == [False, True, True]

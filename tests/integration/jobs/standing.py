@@ -68,13 +68,14 @@ while not os.path.exists("STOP"):
         say("stands", stands=True)
         say("resumed", uuid="", n=1)  # answered once the agent has read what came before
     if is_readable(channel.fileno(), 0.02):
-        received = channel.receive()
-        if received is None:
+        try:
+            for received, _ in channel.drain():  # two may have come at once
+                if received.get("n") == 1:
+                    print(f"{where()} stands", flush=True)
+                if received.get("op") == "enter":
+                    enter(received)
+        except EOFError:
             break
-        if received[0].get("n") == 1:
-            print(f"{where()} stands", flush=True)
-        if received[0].get("op") == "enter":
-            enter(received[0])
 if "child" in ASKED:
     child.kill()
     child.wait()
