@@ -321,9 +321,7 @@ def test_a_rank_dies_in_the_last_step(
 ) -> None:
     """The others wait for it at the loop's end: behind the loop all are there."""
     wanted = expected(elaunch, undisturbed, "until=10")
-    job = Job(elaunch, "until=10", "ms=300", "setup=1")
-    job.await_step(10)
-    job.kill(2)
+    job = Job(elaunch, "until=10", "dies=10", "setup=1")
     output = job.end()
     assert output.count("ends after 10") == SIZE
     assert job.losses() == wanted

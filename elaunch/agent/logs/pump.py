@@ -311,9 +311,14 @@ class LogPump:
 
     def _adopt(self, opened: LogRound) -> None:
         for key, old in opened.before.items():
-            if old in self._live:
-                opened.streams[key].follow(old)
-                self._end(old, self._live[old])
+            stream, before = opened.streams[key], self._live.pop(old, None)
+            if before is not None and not old.paused:
+                self._selector.unregister(old.fd)
+            stream.follow(old)
+            if before is None:  # its worker has ended meanwhile
+                self._end(stream, opened)
+            else:
+                self._end(old, before)
         for stream in opened.live:
             self._live[stream] = opened
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)

@@ -45,7 +45,7 @@ class OutputStream:
     """The reading end of one worker's stdout or stderr.
 
     Args:
-        fd: read end, non-blocking; closed by `close`.
+        fd: read end, non-blocking; closed by `close`. -1: that of a stream that it is to `follow`.
         local_rank: whose.
         rank: its global rank, for messages.
         name: ``stdout`` or ``stderr``.
@@ -82,6 +82,8 @@ class OutputStream:
         Returns:
             How many bytes; 0 at the end of the stream, None when there is nothing at present.
         """
+        if self.fd < 0:
+            return 0
         try:
             data = os.read(self.fd, READ_SIZE)
         except BlockingIOError:
@@ -131,10 +133,11 @@ class OutputStream:
 
     def again(self) -> OutputStream:
         """Return a stream that reads on where this one is ended, for the round that follows."""
-        return OutputStream(os.dup(self.fd), self.local_rank, self.rank, self.name, self._terminal)
+        return OutputStream(-1, self.local_rank, self.rank, self.name, self._terminal)
 
     def follow(self, old: OutputStream) -> None:
-        """Go on with what the stream of this worker in the round before has read and not shown."""
+        """Read on in place of the stream of this worker in the round before, as far as it is."""
+        self.fd, old.fd = old.fd, -1
         self.tail, self.listener, self.writer = old.tail, old.listener, old.writer
         old.writer = None
         if self.writer is not None:
@@ -149,7 +152,9 @@ class OutputStream:
             self.writer.show_held()
         if self.line_filter is not None:
             self.line_filter.end()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def open_channel(console: Console | None) -> tuple[int, int, bool]:
@@ -308,8 +313,10 @@ def open_streams(
                     withholds=plan.withholds and name == "stderr" and not tees,
                 )
     except OSError:
-        for fd in [*ends.values(), *(stream.fd for stream in opened.streams.values())]:
+        for fd in ends.values():
             os.close(fd)
+        for stream in opened.streams.values():
+            stream.close()
         raise
     opened.live.update(opened.streams.values())
     started = (rank for rank in opened.ranks if (rank, "stdout") in ends)

@@ -118,7 +118,7 @@ class Steps:
         self._state = {**state, refusals.PROGRESS: self._progress}
         self._end = self._last_step()
         self._saved: int | None = None
-        self._is_past = False
+        self._is_past = self._has_met = False
         self._skipping = 0
         if world.joins:
             if world.asked() > self._progress.loop:
@@ -276,10 +276,13 @@ class Steps:
         world = self._script.world
         while not self._together(self._save_last):
             pass
+        self._has_met = True
         while world.missing and not (self.preempted or world.joins):
             self._together(partial(world.admit_all, self.done, self._send))
 
     def _save_last(self) -> None:
+        if not (self.preempted or self._is_past or self._has_met):
+            self._script.world.ranks.barrier()  # who dies before this has died in the loop
         total, saves = self._total(), self._options.save_every is not None and not self._is_past
         if saves and self.done and self._saved != total:
             self._script.checkpoint().save(self._state, total, block=True, **self._how())
@@ -350,6 +353,7 @@ class Steps:
             "facts": refusals.facts(self._trained, self._options),
             "saved": self._saved,
             "skipping": self._skipping,
+            "met": self._has_met,
             "schedule": self._script.checkpoint().schedule if saves else None,
         }
         metadata, file = self._script.checkpoint().pack(self._state)
@@ -379,6 +383,7 @@ class Steps:
             ) from error
         self._progress.adopt()
         self._saved, self._skipping = known["saved"], known["skipping"]
+        self._has_met = known["met"]
         if saves:
             script.checkpoint().follow(known["schedule"])
         script.done = self._total()

@@ -81,7 +81,10 @@ def test_bytes_arrive_as_they_were_written(rig: Callable[..., Rig], tmp_path: Pa
 def test_a_worker_that_goes_on_writes_into_the_next_round(
     rig: Callable[..., Rig], tmp_path: Path
 ) -> None:
-    """The end of the others is waited for; what was quoted of it stays known."""
+    """The end of the others is waited for; what was quoted of it stays known.
+
+    One that was to go on, and ends as the round begins, is none of its streams.
+    """
     made = rig()
     go = tmp_path / "go"
     late = f"""
@@ -90,13 +93,14 @@ sys.stdout.write('one '); sys.stdout.flush(); sys.stderr.write('old\\n'); sys.st
 while not os.path.exists({str(go)!r}): time.sleep(0.01)
 print('two'); sys.stderr.write('new\\n')
 """
-    made.start({0: late, 1: "print('gone')"})
-    first, gone = made.workers
-    assert gone.wait(SECONDS) == 0
+    made.start({0: late, 1: "print('gone')", 2: "sys.stderr.write('last\\n')"})
+    first, gone, dies = made.workers
+    assert gone.wait(SECONDS) == dies.wait(SECONDS) == 0
     eventually(lambda: made.pump.tail(0, 5) == ["old"])
-    assert made.pump.finish_round(SECONDS, {0})
+    assert made.pump.finish_round(SECONDS, {0, 2})
     assert written(tmp_path, 1) == b"gone\n"
-    ends = made.pump.open_round(1, {0: 10, 1: 11}, {0})
+    ends = made.pump.open_round(1, {0: 10, 1: 11, 2: 12}, {0, 2})
+    eventually(lambda: made.pump.tail(2, 5) == ["last"])
     assert ends.keys() == {1}
     again = worker("print('again')", ends[1])
     eventually(lambda: (tmp_path / "attempt_1" / "1" / "stdout.log").exists())

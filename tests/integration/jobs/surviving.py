@@ -3,10 +3,10 @@
 It appends ``<step> <loss> <digest of the weights>`` to ``applied-<rank>-<pid>`` in the directory
 ``BESIDE``. Arguments, as ``name=value``: ``until``, ``every`` (of saves), ``ms`` (that a step
 takes), ``setup`` (seconds before the loop), ``workers`` (of the loader); ``raise=STEP`` has rank 2
-raise there in round 0, ``torn=STEP`` has rank 3 die there when rank 0 alone has heard what it has
-for all; ``break=STEP`` leaves the loop behind it; ``bad=STEP.LEAF`` has a loss that is not finite
-and is left out; ``call`` has all make a call of all ranks before the loop, ``loops`` train a second
-time.
+raise there in round 0, ``dies=STEP`` has it die once it has applied that; ``torn=STEP`` has rank 3
+die there when rank 0 alone has heard what it has for all; ``break=STEP`` leaves the loop behind it;
+``bad=STEP.LEAF`` has a loss that is not finite and is left out; ``call`` has all make a call of all
+ranks before the loop, ``loops`` train a second time.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def train(ctx: elaunch.Context, model: nn.Module, number: int) -> None:
             schedule.step()
             done = step.number + number * int(given.get("until", "30"))
             print(f"{done} {step.loss!r} {digest(model)}", file=applied)
+            if given.get("dies") == str(step.number) and born == 2 and not ctx.info.round:
+                os.kill(os.getpid(), signal.SIGKILL)
             if given.get("break") == str(step.number):
                 return
             time.sleep(float(given.get("ms", "0")) / 1000)
