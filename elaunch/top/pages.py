@@ -159,7 +159,7 @@ class TopReader:
             logs, wanted = self._wanted(chosen, job, needle)
             if needle == known:
                 return False, [log_line(line) for line in newer(logs, wanted, ends, held)]
-            found, ends = search(logs, wanted)
+            found, ends = search(logs, wanted, seconds=2.0)  # nothing goes on from there
             known = needle
             held.clear()
             return True, [log_line(line) for line in found["lines"]]

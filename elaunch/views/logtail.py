@@ -1,7 +1,7 @@
 """The newest lines of a run's logs that fit a filter, read from the end, and those that come.
 
 Files are read backwards in chunks, always the one whose next line came last, until there are LINES
-lines or BUDGET_S seconds are over. Where more is left, ``older`` has how far each file was read,
+lines or its seconds are over. Where more is left, ``older`` has how far each file was read,
 and another search goes on from there.
 """
 
@@ -183,8 +183,12 @@ def search(
     older: Mapping[str, int] | None = None,
     *,
     most: int | None = None,
+    seconds: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the ``most`` newest lines that fit, and how far each file is known: its size."""
+    """Return the ``most`` newest lines that fit, and how far each file is known: its size.
+
+    ``seconds``: for how long it looks at most; BUDGET_S if it is not given.
+    """
     files = logs.files(wanted.choice)
     ends = {name: file.size for name, file in files.items()}
     begins = ends if older is None else {n: min(a, ends[n]) for n, a in older.items() if n in ends}
@@ -192,7 +196,7 @@ def search(
     due = [(-_time_at(files[n], reader.begin - 1), n) for n, reader in readers.items()]
     heapq.heapify(due)
     found: list[Line] = []
-    until = time.monotonic() + BUDGET_S
+    until = time.monotonic() + (BUDGET_S if seconds is None else seconds)
     while due and len(found) < (most or LINES) and time.monotonic() < until:
         name = due[0][1]
         got = readers[name].next()
