@@ -84,7 +84,7 @@ def test_the_same_request_more_than_once(
         time.sleep(0.01)  # or the kernel makes one of them
     (tmp_path / "go").touch()
     done = running.wait()
-    assert done.returncode == 128 + numbers[0]
+    assert done.returncode in {128 + number for number in numbers}  # which of two pending is first?
     assert "saved" in done.stdout.splitlines()
 
 

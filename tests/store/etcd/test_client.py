@@ -496,6 +496,18 @@ def test_users_and_passwords(tmp_path: Path, opened: Callable[..., EtcdStore]) -
         retry(lambda: store.renew() is None)
 
 
+def test_a_password_that_takes_long_to_compare(
+    tmp_path: Path, opened: Callable[..., EtcdStore]
+) -> None:
+    """Longer than one call may: as on a busy machine, on which etcd gets little of the time."""
+    with serve(tmp_path / "etcd", options=["--bcrypt-cost", "15"]) as cluster:
+        cluster.add_user("jobs", "s3cret", "/jobs")
+        mine = cluster.place(prefix="/jobs", user="jobs", password="s3cret", call_timeout=0.5)
+        store = opened(mine)
+        store.enrol("n0", b"here", LONG)
+        assert list(store.members()) == ["n0"]
+
+
 @pytest.fixture(params=["simple", "jwt"])
 def guarded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     """An etcd with the user ``jobs``, by each kind of token."""
