@@ -275,17 +275,17 @@ class Calls:
             return str(comparing.result(seconds).token)
         except NotYet:
             self._comparing[member.address] = comparing
-            raise errors.refusal("DEADLINE_EXCEEDED", "", seconds) from None
+            refusal = errors.refusal("DEADLINE_EXCEEDED", "", seconds)
         except self.loaded.grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
             refusal = self.refusal(error, DENIED_MOST)
             if refusal.kind == "denied":
                 self._refused = refusal.text
-            if self._refused:  # no answer in time is no better
-                self._refused_until = time.monotonic() + self._pause
-                self._pause = min(DENIED_MOST, 2 * self._pause)
-            raise refusal from error
+        if self._refused:  # no answer in time is no better
+            self._refused_until = time.monotonic() + self._pause
+            self._pause = min(DENIED_MOST, 2 * self._pause)
+        raise refusal
 
     def _probe(self, refusals: dict[str, Refusal]) -> list[Member]:
         """Return the members that know a leader, the current one first; ``refusals`` is updated."""

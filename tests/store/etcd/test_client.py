@@ -524,7 +524,7 @@ def test_a_password_that_was_changed(
 ) -> None:
     """An agent learns of it while it waits, and keeps its entry; nothing need be opened anew."""
     mine = guarded.place(prefix="/jobs", user="jobs", password="s3cret")
-    agent = agents(mine, "n0", ttl=2.0)
+    agent = agents(mine, "n0", ttl=5.0)
     guarded.set_password("jobs", "another")
     with pytest.raises(StoreDenied, match="does not know the user 'jobs' with this password"):
         agent.store.follow(0, LONG)
@@ -533,7 +533,7 @@ def test_a_password_that_was_changed(
     guarded.members[0].kill()
     guarded.members[0].start()  # the next renewal goes over a new stream, without a token
     guarded.await_ready()
-    threading.Event().wait(5.0)  # longer than the entry lives without renewal
+    threading.Event().wait(8.0)  # longer than the entry lives without renewal
     other = opened(guarded.place(prefix="/jobs", user="jobs", password="another"))
     assert [lease.value for lease in other.members().values()] == [b"here"]
     assert agent.lost is None
