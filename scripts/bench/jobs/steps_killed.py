@@ -1,7 +1,9 @@
-"""Train by ``ctx.train.steps``; in step 10 of round 0 the last rank kills itself.
+"""Train by ``ctx.train.steps``; in step 50 of round 0 the last rank kills itself.
 
 It stamps ``killed`` before. Each other rank leaves ``steps``: its process, and when it had applied
-each step, on the monotonic clock. The model and the steps are those of ``steps_beside``.
+each step, on the monotonic clock. The model is small, so that next to nothing of the time is spent
+on the micro-batches that the others take over; each rank's setup takes SETUP seconds, as that of a
+large model would.
 """
 
 from __future__ import annotations
@@ -12,12 +14,22 @@ import time
 
 import torch
 from stamp import leave, prepare, rank, write
-from steps_beside import DATA, MICRO, STEP, build
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import elaunch
 
-KILLED, UNTIL = 10, 16
+KILLED, UNTIL = 50, 1000
+SETUP, PACE = 3.0, 0.01
+STEP, MICRO = 48, 4
+DATA = TensorDataset(torch.randn(4 * STEP, 64), torch.randn(4 * STEP, 64))
+
+
+def build() -> nn.Module:
+    """Return the model, after a while."""
+    torch.manual_seed(0)
+    time.sleep(SETUP)
+    return nn.Linear(64, 64)
 
 
 def main() -> None:
@@ -35,6 +47,7 @@ def main() -> None:
             save_every=None,
         )
         for step in loop:
+            time.sleep(PACE)  # until the new process is ready there must be steps
             for x, y in step.micro_batches():
                 if last and step.number == KILLED:
                     write(prepare("killed"))
