@@ -175,9 +175,14 @@ def test_a_newcomer_that_is_killed_costs_the_others_nothing() -> None:
     assert state.round == 2 and state.kept == {0: 0, 1: 0, 3: 0}
 
 
-def test_those_that_wait_are_not_kept_waiting() -> None:
-    """One of them was killed again, soon: no backoff."""
-    state, _ = after(*AGAIN, *JOINED, ended(2, KILL, 1), gone(1, OTHERS))
+@pytest.mark.parametrize(
+    "fails",
+    [(ended(2, KILL, 1),), (stands(2, 1, yes=False), ended(2, 1, 1))],
+    ids=["dies", "raises"],
+)
+def test_those_that_wait_are_not_kept_waiting(fails: tuple[events.Event, ...]) -> None:
+    """One of them has failed again, soon: no backoff."""
+    state, _ = after(*AGAIN, *JOINED, *fails, gone(1, OTHERS))
     assert state.round == 2
 
 
