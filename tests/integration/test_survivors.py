@@ -178,6 +178,19 @@ def test_ranks_that_are_a_step_behind_catch_up(
     assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 1, 2]
 
 
+def test_a_newcomer_waits_where_not_all_know_of_it(
+    elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """A rank dies in the step behind which it was to be admitted: only rank 0 has seen it."""
+    wanted = expected(elaunch, undisturbed, "until=12")
+    job = Job(elaunch, "until=12", "ms=500", "dies=2", "admits", "setup=0.5")
+    said = r"round 2 goes on: step \d+ on rank 0, step \d+ on rank 1$"
+    job.running.wait_for_line(said, stream="stderr")
+    job.end()
+    assert job.losses() == wanted
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 3, 2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_several_die_at_once_and_while_they_come_back(
     elaunch: Launcher, undisturbed: dict[str, dict[int, str]], workers: int

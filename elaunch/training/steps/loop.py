@@ -185,8 +185,8 @@ class Steps:
                 self._count(step, self._order.after(data))
                 script.step = None
                 self._together(self._save)
-                if step.newcomers:
-                    self._together(partial(world.admit, step.newcomers, self.done, self._send))
+                if world.newcomers:
+                    self._together(partial(world.admit, self.done, self._send))
             self._finish()
         finally:
             world.stand(False)

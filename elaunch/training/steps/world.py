@@ -74,6 +74,8 @@ class StepsWorld:
         joins: this process takes the place of a rank that has died, and was not admitted yet.
         present: the numbers in the job of those that are present, in order.
         loop: the number of the loop that they are in, for newcomers.
+        newcomers: the ranks that come back, and are to be admitted after the step under way; none
+            where a rank was lost since they were seen: not all may know of them.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class StepsWorld:
         self.group: Group | None = None
         self.present = tuple(range(place.size))
         self.loop = 0
+        self.newcomers: list[int] = []
         self._job = place
         self._link = link
         self._move = move
@@ -217,14 +220,12 @@ class StepsWorld:
         found = self._opened().multi_get([f"here/{rank}" for rank in missing], _soon())
         return [rank for rank, is_here in zip(missing, found, strict=True) if is_here]
 
-    def admit(
-        self, newcomers: Sequence[int], calls: int, send: Callable[[Group, list[int]], None]
-    ) -> None:
-        """Meet newcomers that are here, and have them sent the state. ALL ranks call it together.
+    def admit(self, calls: int, send: Callable[[Group, list[int]], None]) -> None:
+        """Meet :attr:`newcomers`, and have them sent the state. ALL ranks call it together.
 
         ``send`` gets the group and the newcomers' ranks in it; ``calls``: as for :meth:`reform`.
         """
-        first, number = self.present[0], self._number + 1
+        newcomers, first, number = self.newcomers, self.present[0], self._number + 1
         present = tuple(sorted({*self.present, *newcomers}))
         if self.ranks.rank == 0:
             word = json.dumps([present, number, calls, present.index(first)]).encode()
@@ -244,7 +245,8 @@ class StepsWorld:
             if not self._opened().wait(f"here/{rank}", until):
                 raise PeerLost(f"rank {rank} did not come back to steps() in time", (rank,))
         self.ranks.barrier()
-        self.admit(missing, calls, send)
+        self.newcomers = missing
+        self.admit(calls, send)
 
     def join(self, saves: bool) -> tuple[Group, int]:
         """Wait until the others admit this newcomer; return the group, and who sends the state.
@@ -292,7 +294,7 @@ class StepsWorld:
         """Be one of ``present``, with all parts of the context; ALL of them call it together."""
         self.close()
         job, size = self._job, len(present)
-        self.present, self._number = present, number
+        self.present, self._number, self.newcomers = present, number, []
         rank = present.index(job.rank)
         place = job._replace(rank=rank, local_rank=rank, size=size, local_size=size)
         place = place._replace(scope=f"{job.scope}/{number}")
