@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 ENTRY_S: Final = 10.0
 """Seconds for the agent to begin another round after a rank was lost."""
+MOMENT_S: Final = 1.0
+"""Seconds of a wait at a loop's end from one answer to whether to end to the next."""
 
 log = logging.getLogger("elaunch")
 
@@ -183,7 +185,6 @@ class StepsWorld:
                 self._leave_board()
                 self._meet(entry.present, 0, calls)
                 link.report_entered(self._job.round)
-                link.report_standing(True)
                 found = self.ranks.allgather(own)
                 self._part(own, found)
                 if self.ranks.rank == 0:
@@ -235,18 +236,19 @@ class StepsWorld:
         if self._job.rank == first and self._whole is not None:
             send(self._whole, [present.index(rank) for rank in newcomers])
 
-    def admit_all(self, calls: int, send: Callable[[Group, list[int]], None]) -> None:
-        """Wait for all that are missing, and admit them. ALL ranks call it together."""
-        missing = self.missing
-        if not missing:
-            return
-        until = time.monotonic() + self.ranks.timeout
-        for rank in missing if self.ranks.rank == 0 else ():
-            if not self._opened().wait(f"here/{rank}", until):
-                raise PeerLost(f"rank {rank} did not come back to steps() in time", (rank,))
-        self.ranks.barrier()
-        self.newcomers = missing
-        self.admit(calls, send)
+    def await_newcomers(self, until: float) -> None:
+        """Wait a moment for ranks that are missing to come back; ALL ranks call it together.
+
+        Raises PeerLost where none has by then, and not before ``until`` on the monotonic clock.
+        """
+        self.group, missing, found = self._whole, self.missing, list[int]()
+        if self.ranks.rank == 0:
+            self._opened().wait(f"here/{missing[0]}", time.monotonic() + MOMENT_S)
+            found = self.look()
+            if not found and time.monotonic() > until:
+                who = text.ranks(missing)
+                raise PeerLost(f"{who} did not come back to steps() in time", tuple(missing))
+        self.newcomers = self.ranks.broadcast(found)
 
     def join(self, saves: bool) -> tuple[Group, int]:
         """Wait until the others admit this newcomer; return the group, and who sends the state.
