@@ -173,12 +173,14 @@ def test_the_restarts_are_used_up(elaunch: Launcher) -> None:
 
 @pytest.mark.parametrize("word", ["leaves=0", "ends=0"])
 def test_one_that_is_elsewhere_has_all_started_anew(elaunch: Launcher, word: str) -> None:
-    """The others could not go on without it."""
+    """The others could not go on without it. Both rounds cost one restart."""
     job = Job(elaunch, word)
     job.kill(2)
     job.reform(2, 0, 1, 2, 3)
-    assert "rank 0 has left the loop before round 1 began" in job.stop()
+    said = job.stop()
+    assert "rank 0 has left the loop before round 1 began; killing" in said
     assert job.kept() == [None, [0, 1, 3], None]
+    assert job.state()["restarts"]["used"] == 1
 
 
 def test_a_port_that_was_given_stays(elaunch: Launcher, free_port: int) -> None:

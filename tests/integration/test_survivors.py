@@ -178,6 +178,19 @@ def test_ranks_that_are_a_step_behind_catch_up(
     assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 1, 2]
 
 
+def test_a_newcomer_waits_where_not_all_know_of_it(
+    elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """A rank dies in the step behind which it was to be admitted: only rank 0 has seen it."""
+    wanted = expected(elaunch, undisturbed, "until=12")
+    job = Job(elaunch, "until=12", "ms=500", "dies=2", "admits", "setup=0.5")
+    said = r"round 2 goes on: step \d+ on rank 0, step \d+ on rank 1$"
+    job.running.wait_for_line(said, stream="stderr")
+    job.end()
+    assert job.losses() == wanted
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 3, 2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_several_die_at_once_and_while_they_come_back(
     elaunch: Launcher, undisturbed: dict[str, dict[int, str]], workers: int
@@ -325,6 +338,46 @@ def test_a_rank_dies_in_the_last_step(
     output = job.end()
     assert output.count("ends after 10") == SIZE
     assert job.losses() == wanted
+
+
+def test_ranks_die_while_others_are_missing_at_the_loops_end(
+    elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """One of those that wait, then rank 0: all are back behind the loop."""
+    wanted = expected(elaunch, undisturbed, "until=10")
+    place = elaunch.directory / "ckpts"
+    words = ("until=10", "dies=10", "setup=2", "every=3")
+    job = Job(elaunch, *words, flags=(f"--checkpoint-dir={place}",))
+    for number, rank in ((1, 3), (2, 0)):
+        job.running.wait_for_line(f"round {number} goes on: step 11 on ranks ", stream="stderr")
+        job.kill(rank)
+    output = job.end()
+    assert output.count("ends after 10") == SIZE
+    assert job.losses() == wanted
+    assert "step-00000010" in elaunch.run(["checkpoints", "ls", place]).stdout
+
+
+def test_a_wait_at_the_loops_end_is_no_hang(
+    elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """The setup of the rank that is missing takes longer than --hang-timeout."""
+    wanted = expected(elaunch, undisturbed, "until=10")
+    job = Job(elaunch, "until=10", "dies=10", "setup=8", flags=("--hang-timeout=3",))
+    output = job.end()
+    assert output.count("ends after 10") == SIZE
+    assert job.losses() == wanted
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 2, 1]
+
+
+def test_the_job_can_end_while_ranks_are_missing_at_the_loops_end(elaunch: Launcher) -> None:
+    """It is asked to end meanwhile, and all that are there do: their last step is saved."""
+    place = elaunch.directory / "ckpts"
+    words = ("until=10", "dies=10", "setup=120", "every=1000")
+    job = Job(elaunch, *words, flags=(f"--checkpoint-dir={place}",))
+    job.running.wait_for_line("round 1 goes on: step 11 on ranks 0, 1, 3", stream="stderr")
+    assert elaunch.run(["preempt", "it"]).returncode == 0
+    job.end(75)
+    assert "step-00000010" in elaunch.run(["checkpoints", "ls", place]).stdout
 
 
 def test_a_loop_that_is_left_has_no_newcomers(elaunch: Launcher) -> None:

@@ -253,7 +253,7 @@ def _survivors(state: State) -> Survivors:
     failed = {one.local_rank for one in (state.first, *state.later) if one is not None}
     if not (state.stay and failed):
         return ""
-    return "wait" if failed & state.stands else "work"
+    return "work" if failed <= state.new else "wait"
 
 
 def _asks(state: State) -> str:

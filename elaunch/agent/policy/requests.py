@@ -248,6 +248,8 @@ MOMENT_S: Final = 5.0
 def stop(state: State, plan: Plan) -> Decision:
     """Return how this node's part of a round ends that the plan ends because of a request."""
     grace, others = state.limits.shutdown_timeout, workers(len(state.alive))
+    if state.left:  # the others wait for it, and cannot save
+        return EndTree(), f"{plan.reason}; killing {others}"
     if state.listens:
         what = f"{plan.reason}; {others} may save, grace {grace:g} s"
         return Notify(Notice(plan.reason, "resize"), grace), what

@@ -12,6 +12,7 @@ from typing import Final
 from elaunch.agent.policy import events, nodes, requests
 from elaunch.agent.policy.actions import (
     NOTHING,
+    AskRestart,
     AwaitChildren,
     Decision,
     EndTree,
@@ -29,6 +30,7 @@ from elaunch.agent.policy.actions import (
 )
 from elaunch.agent.policy.state import LOST, State, failure, failure_code, server_ended, workers
 from elaunch.errors import CheckpointError, ElaunchError, ServerError, UsageError
+from elaunch.rendezvous.plan import RestartRequest
 from elaunch.text import ranks_do
 
 SILENT: Final = "its server is not ready: what it imports hangs, or its file system does not answer"
@@ -150,7 +152,7 @@ def _exit_beside(state: State, event: events.Exit) -> Decision:
     if state.preempted and not state.failed:
         rest = f"ending {workers(len(state.alive))} with nothing to save"
         return EndTree(), f"all others have saved and ended; {rest}"
-    return _left_early(state) if state.left else NOTHING
+    return _left_early(state)
 
 
 def _sweep(state: State, what: str) -> Decision:
@@ -182,13 +184,16 @@ def exit_stay(state: State, event: events.Exit) -> Decision:
 
 def stands_run(state: State, _: events.WorkerStands) -> Decision:
     """End the round if one that was kept is elsewhere: nobody can go on without it."""
-    return _left_early(state) if state.left and state.alive else NOTHING
+    return _left_early(state) if state.alive else NOTHING
 
 
 def _left_early(state: State) -> Decision:
+    """Ask for another round: what has brought that about has cost a restart already."""
+    if not state.left or state.restarts_round:
+        return NOTHING
     who = ranks_do((state.first_rank + local_rank for local_rank in state.left), "have")
     what = f"{who} left the loop before round {state.round} began"
-    return EndTree(keeps=frozenset()), f"{what}; killing {workers(len(state.alive))}"
+    return AskRestart(RestartRequest(state.round, what)), ""
 
 
 def stands_stay(state: State, event: events.WorkerStands) -> Decision:

@@ -118,6 +118,8 @@ def make_turn(state: State, event: events.Event) -> Turn:
     """Return the turn that ``event`` makes in ``state``."""
     if isinstance(event, events.Exit) and state.kept.get(event.local_rank) == event.round:
         event = event._replace(round=state.round)  # the server knows its first round
+    if isinstance(event, events.WorkerStands) and event.local_rank in state.entering:
+        event = replace(event, round=state.round)  # it may have said so as this round began
     return _decided(observe(state, event), event)
 
 

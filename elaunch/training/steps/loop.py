@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,7 +119,7 @@ class Steps:
         self._state = {**state, refusals.PROGRESS: self._progress}
         self._end = self._last_step()
         self._saved: int | None = None
-        self._is_past = self._has_met = False
+        self._is_past = False
         self._skipping = 0
         if world.joins:
             if world.asked() > self._progress.loop:
@@ -185,8 +186,8 @@ class Steps:
                 self._count(step, self._order.after(data))
                 script.step = None
                 self._together(self._save)
-                if step.newcomers:
-                    self._together(partial(world.admit, step.newcomers, self.done, self._send))
+                if world.newcomers:
+                    self._together(partial(world.admit, self.done, self._send))
             self._finish()
         finally:
             world.stand(False)
@@ -273,15 +274,23 @@ class Steps:
 
     def _finish(self) -> None:
         """Save the last step, and wait for that; and for ranks that have yet to come back."""
-        world = self._script.world
-        while not self._together(self._save_last):
+        until = time.monotonic() + self._script.world.ranks.timeout
+        while not self._together(partial(self._end_together, until)):
             pass
-        self._has_met = True
-        while world.missing and not (self.preempted or world.joins):
-            self._together(partial(world.admit_all, self.done, self._send))
+
+    def _end_together(self, until: float) -> None:
+        world = self._script.world
+        self._save_last()
+        while world.missing and not self.preempted:
+            world.await_newcomers(until)
+            if world.newcomers:
+                world.admit(self.done, self._send)
+                self._save_last()  # that is where they are
+            else:
+                self._ask_whether_to_end()
 
     def _save_last(self) -> None:
-        if not (self.preempted or self._is_past or self._has_met):
+        if not (self.preempted or self._is_past):
             self._script.world.ranks.barrier()  # who dies before this has died in the loop
         total, saves = self._total(), self._options.save_every is not None and not self._is_past
         if saves and self.done and self._saved != total:
@@ -353,7 +362,6 @@ class Steps:
             "facts": refusals.facts(self._trained, self._options),
             "saved": self._saved,
             "skipping": self._skipping,
-            "met": self._has_met,
             "schedule": self._script.checkpoint().schedule if saves else None,
         }
         metadata, file = self._script.checkpoint().pack(self._state)
@@ -383,7 +391,6 @@ class Steps:
             ) from error
         self._progress.adopt()
         self._saved, self._skipping = known["saved"], known["skipping"]
-        self._has_met = known["met"]
         if saves:
             script.checkpoint().follow(known["schedule"])
         script.done = self._total()

@@ -86,8 +86,6 @@ class Step:
         self.is_applied = False
         self.metrics: dict[str, Any] = {}
         self.skipped: set[int] = set()
-        self.newcomers: list[int] = []
-        """Ranks that come back, and are to be admitted after this step."""
         self._data, self._order, self._feed = data, order, feed
         self._gradients, self._world, self._optimizers = gradients, world, optimizers
         self._survive, self._warns = survive, rules.check == "warn"
@@ -304,7 +302,7 @@ class Step:
                 return False
         self.metrics |= {name: self._mean(held) for name, held in values.items()}
         self.loss = self.metrics[LOSS]
-        self.newcomers = everyone[0][-1]
+        world.newcomers = everyone[0][-1]
         sums.assign(set.intersection(*(set(unused) for _, unused, *_ in everyone)))
         return True
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 ENTRY_S: Final = 10.0
 """Seconds for the agent to begin another round after a rank was lost."""
+MOMENT_S: Final = 1.0
+"""Seconds of a wait at a loop's end from one answer to whether to end to the next."""
 
 log = logging.getLogger("elaunch")
 
@@ -74,6 +76,8 @@ class StepsWorld:
         joins: this process takes the place of a rank that has died, and was not admitted yet.
         present: the numbers in the job of those that are present, in order.
         loop: the number of the loop that they are in, for newcomers.
+        newcomers: the ranks that come back, and are to be admitted after the step under way; none
+            where a rank was lost since they were seen: not all may know of them.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class StepsWorld:
         self.group: Group | None = None
         self.present = tuple(range(place.size))
         self.loop = 0
+        self.newcomers: list[int] = []
         self._job = place
         self._link = link
         self._move = move
@@ -180,7 +185,6 @@ class StepsWorld:
                 self._leave_board()
                 self._meet(entry.present, 0, calls)
                 link.report_entered(self._job.round)
-                link.report_standing(True)
                 found = self.ranks.allgather(own)
                 self._part(own, found)
                 if self.ranks.rank == 0:
@@ -217,14 +221,12 @@ class StepsWorld:
         found = self._opened().multi_get([f"here/{rank}" for rank in missing], _soon())
         return [rank for rank, is_here in zip(missing, found, strict=True) if is_here]
 
-    def admit(
-        self, newcomers: Sequence[int], calls: int, send: Callable[[Group, list[int]], None]
-    ) -> None:
-        """Meet newcomers that are here, and have them sent the state. ALL ranks call it together.
+    def admit(self, calls: int, send: Callable[[Group, list[int]], None]) -> None:
+        """Meet :attr:`newcomers`, and have them sent the state. ALL ranks call it together.
 
         ``send`` gets the group and the newcomers' ranks in it; ``calls``: as for :meth:`reform`.
         """
-        first, number = self.present[0], self._number + 1
+        newcomers, first, number = self.newcomers, self.present[0], self._number + 1
         present = tuple(sorted({*self.present, *newcomers}))
         if self.ranks.rank == 0:
             word = json.dumps([present, number, calls, present.index(first)]).encode()
@@ -234,17 +236,19 @@ class StepsWorld:
         if self._job.rank == first and self._whole is not None:
             send(self._whole, [present.index(rank) for rank in newcomers])
 
-    def admit_all(self, calls: int, send: Callable[[Group, list[int]], None]) -> None:
-        """Wait for all that are missing, and admit them. ALL ranks call it together."""
-        missing = self.missing
-        if not missing:
-            return
-        until = time.monotonic() + self.ranks.timeout
-        for rank in missing if self.ranks.rank == 0 else ():
-            if not self._opened().wait(f"here/{rank}", until):
-                raise PeerLost(f"rank {rank} did not come back to steps() in time", (rank,))
-        self.ranks.barrier()
-        self.admit(missing, calls, send)
+    def await_newcomers(self, until: float) -> None:
+        """Wait a moment for ranks that are missing to come back; ALL ranks call it together.
+
+        Raises PeerLost where none has by then, and not before ``until`` on the monotonic clock.
+        """
+        self.group, missing, found = self._whole, self.missing, list[int]()
+        if self.ranks.rank == 0:
+            self._opened().wait(f"here/{missing[0]}", time.monotonic() + MOMENT_S)
+            found = self.look()
+            if not found and time.monotonic() > until:
+                who = text.ranks(missing)
+                raise PeerLost(f"{who} did not come back to steps() in time", tuple(missing))
+        self.newcomers = self.ranks.broadcast(found)
 
     def join(self, saves: bool) -> tuple[Group, int]:
         """Wait until the others admit this newcomer; return the group, and who sends the state.
@@ -292,7 +296,7 @@ class StepsWorld:
         """Be one of ``present``, with all parts of the context; ALL of them call it together."""
         self.close()
         job, size = self._job, len(present)
-        self.present, self._number = present, number
+        self.present, self._number, self.newcomers = present, number, []
         rank = present.index(job.rank)
         place = job._replace(rank=rank, local_rank=rank, size=size, local_size=size)
         place = place._replace(scope=f"{job.scope}/{number}")

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
+    AskRestart,
     EndTree,
     Finish,
     Meet,
@@ -19,6 +20,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
+from elaunch.rendezvous.plan import RestartRequest
 from elaunch.wire.worker import Notice
 from tests.agent.histories import (
     DEADLINE,
@@ -175,9 +177,14 @@ def test_a_newcomer_that_is_killed_costs_the_others_nothing() -> None:
     assert state.round == 2 and state.kept == {0: 0, 1: 0, 3: 0}
 
 
-def test_those_that_wait_are_not_kept_waiting() -> None:
-    """One of them was killed again, soon: no backoff."""
-    state, _ = after(*AGAIN, *JOINED, ended(2, KILL, 1), gone(1, OTHERS))
+@pytest.mark.parametrize(
+    "fails",
+    [(ended(2, KILL, 1),), (stands(2, 1, yes=False), ended(2, 1, 1))],
+    ids=["dies", "raises"],
+)
+def test_those_that_wait_are_not_kept_waiting(fails: tuple[events.Event, ...]) -> None:
+    """One of them has failed again, soon: no backoff."""
+    state, _ = after(*AGAIN, *JOINED, *fails, gone(1, OTHERS))
     assert state.round == 2
 
 
@@ -224,14 +231,35 @@ def test_nobody_answers() -> None:
     assert (state.round, state.kept, state.alive) == (2, {}, ALL)
 
 
-@pytest.mark.parametrize("leaves", [stands(0, 1, yes=False), ended(0, 0, 0)])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        pytest.param(stands(0, 1, yes=False), id="leaves"),
+        pytest.param(stands(0, 0, yes=False), id="left as the round began"),
+        pytest.param(ended(0, 0, 0), id="ends"),
+    ],
+)
 def test_one_that_is_elsewhere_ends_the_round(leaves: events.Event) -> None:
-    """Before it takes part: the others cannot go on without it."""
-    _, (decided,) = after(*AGAIN, started(2, 1), enters(0, 1, done=False), leaves)
-    assert decided.action == EndTree(keeps=frozenset())
-    assert "rank 0 has left the loop before round 1 began; killing" in decided.reason
-    _, (decided,) = after(*AGAIN, *JOINED, leaves)
-    assert decided == Decided(Nothing(), "")
+    """Before it takes part: the others cannot go on without it. No second restart is used."""
+    what = "rank 0 has left the loop before round 1 began"
+    history = (*AGAIN, started(2, 1), enters(0, 1, done=False), leaves)
+    state, decided = after(*history)
+    assert decided[0] == Decided(AskRestart(RestartRequest(1, what)), "")
+    assert decided[1] == Decided(EndTree(), f"{what}; killing {len(state.alive)} workers")
+    ends = [ended(k, KILL, state.kept.get(k, 1), stopped=True) for k in sorted(state.alive)]
+    state, _ = after(*history, *ends, gone(1))
+    assert (state.round, state.kept, state.restarts) == (2, {}, 1)
+    _, (decided_then,) = after(*AGAIN, *JOINED, leaves)
+    assert decided_then == Decided(Nothing(), "")
+
+
+def test_one_that_raises_what_the_loss_has_brought_uses_no_second_restart() -> None:
+    """It has waited for the rank that died, in a call of its own; its end is seen at once."""
+    raises = (stands(0, 1, yes=False), ended(0, 1, 0))
+    ends = [ended(k, KILL, 0, stopped=True) for k in (1, 3)]
+    last = ended(2, KILL, 1, stopped=True)
+    state, _ = after(*AGAIN, started(2, 1), enters(0, 1, done=False), *raises, *ends, last, gone(1))
+    assert (state.round, state.kept, state.restarts) == (2, {}, 1)
 
 
 def test_one_that_leaves_its_loop_before_the_round_begins() -> None:

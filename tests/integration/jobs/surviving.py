@@ -4,7 +4,8 @@ It appends ``<step> <loss> <digest of the weights>`` to ``applied-<rank>-<pid>``
 ``BESIDE``. Arguments, as ``name=value``: ``until``, ``every`` (of saves), ``ms`` (that a step
 takes), ``setup`` (seconds before the loop), ``workers`` (of the loader); ``raise=STEP`` has rank 2
 raise there in round 0, ``dies=STEP`` has it die once it has applied that; ``torn=STEP`` has rank 3
-die there when rank 0 alone has heard what it has for all; ``break=STEP`` leaves the loop behind it;
+die there when rank 0 alone has heard what it has for all, and ``admits`` in the step of round 1
+behind which a newcomer is to be admitted; ``break=STEP`` leaves the loop behind it;
 ``bad=STEP.LEAF`` has a loss that is not finite and is left out; ``call`` has all make a call of all
 ranks before the loop, ``loops`` train a second time.
 """
@@ -46,16 +47,28 @@ class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def tell_one_and_die(group: Group, content: bytes) -> list[bytes]:
-    """Die in the middle of an allgather: rank 0 gets all that it needs, the others do not."""
+    """Die in the middle of an allgather: rank 0 gets all that it needs, the others do not.
+
+    With ``admits`` it goes on as ever where rank 0 has not seen a newcomer.
+    """
     whole = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)
     lengths = {rank: torch.tensor([0]) for rank in group.others}
     messages = [group.receive(lengths[rank], rank, 0) for rank in group.others]
     messages += [group.send(torch.tensor([len(whole)]), rank, 0) for rank in group.others]
     for message in messages:
         message.wait()
+    found = {n: torch.empty(int(length), dtype=torch.uint8) for n, length in lengths.items()}
     sent = group.send(whole, 0, 0)
-    group.receive(torch.empty(int(lengths[0]), dtype=torch.uint8), 0, 0).wait()
+    group.receive(found[0], 0, 0).wait()
     sent.wait()
+    if "admits" in given and found[0].numpy().tobytes().endswith(b" []]\0"):
+        others = [rank for rank in group.others if rank]
+        messages = [group.receive(found[rank], rank, 0) for rank in others]
+        messages += [group.send(whole, rank, 0) for rank in others]
+        for message in messages:
+            message.wait()
+        found[group.rank] = whole
+        return [found[rank].numpy().tobytes()[:-1] for rank in range(group.size)]
     time.sleep(0.3)  # it is to be read before this process is gone
     os.kill(os.getpid(), signal.SIGKILL)
     return []
@@ -85,7 +98,8 @@ def train(ctx: elaunch.Context, model: nn.Module, number: int) -> None:
     )
     with (beside / f"applied-{born}-{os.getpid()}").open("a", buffering=1) as applied:
         for step in loop:
-            if given.get("torn") == str(step.number) and born == 3 and not ctx.info.round:
+            is_torn = given.get("torn") == str(step.number) and not ctx.info.round
+            if born == 3 and (is_torn or ("admits" in given and ctx.info.round == 1)):
                 Group.allgather = tell_one_and_die  # type: ignore[method-assign]
             for x, y in step.micro_batches():
                 loss = (model(x) - y).square().mean()
