@@ -235,7 +235,7 @@ class Agent:
         self._sampler.begin(begun)
         self._saver.begin(begun)
         for local_rank, environ in self._group.start(begun).items():
-            self._links.enter(local_rank, environ, begun.present)
+            self._links.enter(local_rank, environ, begun)
 
     def _hurry(self, state: State, action: Hurry) -> None:
         until = time.monotonic() + action.grace

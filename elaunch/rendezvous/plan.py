@@ -220,8 +220,11 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         probe: the name of the file that it has written where all nodes should see it
             (elaunch.rendezvous.decide.checkpoints), or "".
         held: what it has in memory of saves that are not committed, while it has no workers.
-        survivors: whether workers of a round that has failed stay for the next one: they ``wait``
-            for it, or ``work``, as the one that has failed was not among them yet; or "".
+        kept: the local ranks of its workers that stay for the next round, when nothing else is left
+            of a round that has failed.
+        survivors: whether workers, here and elsewhere, can go on without those that have ended
+            here: they ``wait`` for the next round, or ``work``, as none that has failed here was
+            among them yet; or "": all are to begin anew.
         times: where the time of its slots went, as of when it was written.
     """
 
@@ -247,6 +250,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     peer_port: Port = 0
     probe: Line = ""
     held: tuple[HeldShards, ...] = ()
+    kept: tuple[Rank, ...] = ()
     survivors: Survivors = ""
     times: NodeTimes | None = None
 
@@ -360,6 +364,9 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         nodes: of ``round``, by node rank.
         spares: names of agents that stand by.
         joining: names of newcomers that the next round will have.
+        anew: by node, the local ranks whose workers ``round`` starts, where all others go on in
+            their processes; while it is decided what follows ``round``, that some may. None: all
+            are started anew.
         master_addr, master_port: where the workers' store of ``round`` is: on ``nodes[0]``.
         checkpoint: what ``round`` resumes from; None: a fresh start.
         restarts, without_progress: of the whole job: rounds that followed a failure, and those
@@ -389,6 +396,7 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     nodes: Sequence[Node] = ()
     spares: tuple[Line, ...] = ()
     joining: tuple[Line, ...] = ()
+    anew: Mapping[Line, tuple[Rank, ...]] | None = None
     master_addr: Line = ""
     master_port: Port = 0
     checkpoint: PlanCheckpoint | None = None
@@ -417,6 +425,22 @@ class Plan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     def world_size(self) -> int:
         """Workers of the round on all nodes."""
         return sum(column(self.nodes, "slots"))
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks of ``round`` that go on from the round before."""
+        names, slots = column(self.nodes, "name"), column(self.nodes, "slots")
+        found, first = list[int](), 0
+        for name, number in zip(names, slots, strict=True):
+            found += [first + local_rank for local_rank in sorted(self.keeps(name, number))]
+            first += number
+        return found
+
+    def keeps(self, name: str, slots: int) -> frozenset[int]:
+        """Return the local ranks of the workers of a node that go on from the round before."""
+        if self.anew is None:
+            return frozenset()
+        return frozenset(range(slots)).difference(self.anew.get(name, ()))
 
     def node_rank(self, name: str) -> int | None:
         """Return the rank of the node ``name`` in this round, None if it is not in it."""

@@ -50,7 +50,7 @@ from elaunch.text import shortened
 if TYPE_CHECKING:
     from elaunch.store.protocol import Post
 
-VERSIONS: Final = {"agent": 2, "plan": 3}
+VERSIONS: Final = {"agent": 3, "plan": 4}
 """The version of each kind that is written and read; all nodes of a job have the same elaunch."""
 MAX_AGENT_BYTES: Final = 64 * 1024
 MAX_PLAN_BYTES: Final = 8 * 1024 * 1024

@@ -27,10 +27,15 @@ log = logging.getLogger("elaunch")
 
 
 class Entry(NamedTuple):
-    """An order to go on in another round: its variables, and the ranks that do, in order."""
+    """An order to go on in another round.
+
+    ``environ`` has its variables, ``present`` the ranks that go on, in order, and ``slots`` the
+    number of ranks of each node.
+    """
 
     environ: Mapping[str, str]
     present: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 class AgentLink:
@@ -198,7 +203,8 @@ class AgentLink:
         elif message.get("op") == "over":
             self.on_over(message)
         elif message.get("op") == "enter":
-            entry = Entry(message["environ"], tuple(message["present"]))
+            environ, present = message["environ"], tuple(message["present"])
+            entry = Entry(environ, present, tuple(message["slots"]))
             self._send({"op": "enters", "round": int(entry.environ["ELAUNCH_ROUND"])})
             self._is_coming = True  # nothing new is begun that on_entry() could miss
             self.on_entry()

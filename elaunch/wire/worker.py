@@ -5,7 +5,7 @@ The worker connects to ``ELAUNCH_AGENT_SOCKET`` and stays (elaunch.wire.local).
 From the worker:
 
 ==========================================================  =====================================
-``{"op": "worker", "wire": 4, "round": r,                   first message, with the descriptor of
+``{"op": "worker", "wire": 5, "round": r,                   first message, with the descriptor of
 "local_rank": k}``                                          its progress page
                                                             (elaunch.wire.progress); with
                                                             ``"name"`` the run gets that name
@@ -33,10 +33,11 @@ From the agent:
                                                             with ``"stated"`` those that the
                                                             platform leaves, not the agent's own
 ``{"op": "enter", "environ": {…},                           a rank was lost, and another round
-"present": [g, …]}``                                        begins, with this process: ``environ``
+"present": [g, …], "slots": [s, …]}``                       begins, with this process: ``environ``
                                                             has all its variables of that round,
-                                                            ``present`` the ranks that go on. A new
-                                                            worker follows each other one. If
+                                                            ``present`` the ranks that go on,
+                                                            ``slots`` how many ranks each node has.
+                                                            A new worker follows each other one. If
                                                             another ``enter`` comes, that alone
                                                             counts
 ``{"n": n, "ok": …, …}``                                    the answer to request ``n``
@@ -47,10 +48,10 @@ From the agent:
 goes on without delay). ``wire`` is the version of these messages and of those about checkpoints: an
 agent refuses a worker of another one.
 
-A worker that ``stands`` stays when another one of its node fails, if all others stand. If it does
-not answer ``enter`` within 10 s by ``enters``, it is killed. A new worker beside it finds the ranks
-that go on in ELAUNCH_PRESENT, and stands once it has what they have. While some ranks have yet to
-come, the others may number themselves from 0 for their checkpoints.
+A worker that ``stands`` stays when another one of its job fails, if all others stand. If it does
+not answer ``enter`` within 10 s by ``enters``, it is killed. A new worker finds the ranks that go
+on in ELAUNCH_PRESENT, and stands once it has what they have. While some ranks have yet to come, the
+others may number themselves from 0 for their checkpoints, where all are of one node.
 
 The requests about checkpoints, which the agent writes, are numbered: one answer for each, in order,
 but for those with the number 0; ``n``, the number, is left out here. From the worker:
@@ -127,7 +128,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["stop", "resize"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-WIRE: Final = 4
+WIRE: Final = 5
 MOST_SECONDS: Final = 1e9
 
 

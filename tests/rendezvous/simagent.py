@@ -18,7 +18,7 @@ from elaunch.rendezvous.coordinatorstate import CoordinatorState, Reread
 from elaunch.rendezvous.decide.view import Evict, Publish, Rules, Search, SearchResult
 from elaunch.rendezvous.events import CutOff, Effect, Fence, Idle, MeetingFailed, Open, PlanSeen
 from elaunch.rendezvous.member import MemberState
-from elaunch.rendezvous.plan import NodeStatus, Plan, WorkerFailure
+from elaunch.rendezvous.plan import NodeStatus, Plan, Survivors, WorkerFailure
 from tests.rendezvous.simstore import Client, Link
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ PAUSE = 0.2
 
 @dataclass
 class Workers:
-    """The workers of one node in one round; all of them are one."""
+    """The workers of one node in one round; all of them are one.
+
+    Those that ``stay`` wait for the next round; ``survivors`` as in NodeStatus.
+    """
 
     job: str
     round: int
@@ -37,6 +40,8 @@ class Workers:
     failed: bool = False
     failed_at: float = 0.0
     finished: bool = False
+    stay: bool = False
+    survivors: Survivors = ""
 
 
 @dataclass
@@ -386,8 +391,13 @@ class Agent:
             if self.told_to_go or plan is None:
                 return
             gone_on = plan.round > workers.round or plan.node_rank(self.own_name) is None
-            if plan.phase != "running" or gone_on:
-                self.stop(self.sim.random.uniform(0.0, 0.3))
+            if workers.stay:
+                self._rest_while_they_stay(plan, workers)
+            elif plan.phase != "running" or gone_on:
+                stay = self.sim.setting.stand and plan.cause == "failure" and not gone_on
+                stay = stay and plan.phase == "ending" and not (workers.ending or workers.failed)
+                grace = self.sim.random.uniform(0.0, 0.3)
+                self.later(grace, lambda: self._stay(workers)) if stay else self.stop(grace)
             return
         if self.told_to_go:
             self._leave()
@@ -400,10 +410,35 @@ class Agent:
         mine = plan.node_rank(self.name) is not None and not self.cut_off
         newer = self.own_name != self.name or plan.round > self.own_round
         if mine and newer and plan.phase == "running":
-            self._begin(plan)
+            if plan.keeps(self.name, 1):  # it has ended before this round began
+                self.own_name, self.own_round = self.name, plan.round
+                self.last = Workers(plan.job, plan.round, failed=True, survivors="wait")
+            else:
+                self._begin(plan)
         elif mine and newer:
             self.own_name, self.own_round, self.last = self.name, plan.round, None
         self.say()
+
+    def _stay(self, workers: Workers) -> None:
+        """Keep the workers of a round in which others have failed."""
+        if self.workers is workers and not (workers.ending or workers.failed):
+            workers.stay, workers.survivors = True, "work"
+            self.say()
+            self.rest()
+
+    def _rest_while_they_stay(self, plan: Plan, workers: Workers) -> None:
+        if workers.ending:
+            return
+        mine = plan.node_rank(self.name) is not None and not self.cut_off
+        newer = plan.phase == "running" and plan.round > self.own_round
+        if plan.phase == "over":
+            self.go(plan.exit_code or 0)
+        elif newer and mine and plan.keeps(self.name, 1):
+            self._begin(plan)
+            self.say()
+        elif newer or (plan.phase == "forming" and plan.anew is None):
+            self.stop(self.sim.random.uniform(0.0, 0.3))
+            self.say()
 
     def _leave(self) -> None:
         """Withdraw once the others know; who hosts the store waits for them."""
@@ -453,6 +488,7 @@ class Agent:
     def _begin(self, plan: Plan) -> None:
         self.own_name, self.own_round = self.name, plan.round
         self.last = Workers(plan.job, plan.round)
+        self.workers = None
         if self.sim.engine.now >= self.fence:
             return  # the server has killed them at once
         self.workers = self.last
@@ -463,7 +499,7 @@ class Agent:
         workers = self.workers
         if workers is None or workers.ending:
             return
-        workers.ending = True
+        workers.ending, workers.survivors = True, ""
         self.later(grace + 0.01, lambda: self._workers_gone(workers))
 
     def _workers_gone(self, workers: Workers) -> None:
@@ -478,7 +514,10 @@ class Agent:
             return
         workers.failed, workers.finished = failed, not failed
         workers.failed_at = self.sim.engine.now
-        if failed:
+        if failed and self.sim.setting.stand:
+            self.workers, workers.survivors = None, "wait"
+            self.later(0.0, self.rest)
+        elif failed:
             self.later(0.0, lambda: self.stop(self.sim.random.uniform(0.0, 0.3)))
         else:
             self.workers = None
@@ -490,7 +529,7 @@ class Agent:
 
         def fall() -> None:
             if self.fence <= self.sim.engine.now and self.workers is not None:
-                self.workers.ending = True
+                self.workers.ending, self.workers.survivors = True, ""
                 self.workers = None
                 self.later(0.0, self.rest)
                 self.later(0.0, self.say)
@@ -499,10 +538,11 @@ class Agent:
 
     @property
     def waits(self) -> bool:
-        """Whether this agent is a member, has no workers, and waits for others."""
+        """Whether this agent is a member, no worker of it works, and it waits for others."""
         on = self.alive and not self.frozen and bool(self.member.name) and self.ready
         over = self.plan is not None and self.plan.phase == "over"
-        return on and self.workers is None and not self.told_to_go and not over
+        rests = self.workers is None or self.workers.stay
+        return on and rests and not self.told_to_go and not over
 
     def say(self) -> None:
         """Publish how this agent is."""
@@ -533,13 +573,20 @@ class Agent:
         if not taking_part:
             at_rest = self.workers is None and self.ready
             return structs.replace(base, state="ready" if at_rest else "joining")
-        last, failure = self.last, None
+        last, failure, workers = self.last, None, self.workers
         if last is not None and last.failed:
             failure = WorkerFailure(
                 rank=0, host=base.host, pid=self.number, exitcode=7, text="boom"
             )
-        if self.workers is not None:
+        if workers is not None and (workers.ending or not workers.stay):
             state = "failed" if failure else "running"
-        else:
-            state = "finished" if last is not None and last.finished else "ended"
-        return structs.replace(base, state=state, round=self.own_round, failure=failure)
+            return structs.replace(base, state=state, round=self.own_round, failure=failure)
+        state = "finished" if last is not None and last.finished else "ended"
+        return structs.replace(
+            base,
+            state=state,
+            round=self.own_round,
+            failure=failure,
+            kept=() if workers is None else (0,),
+            survivors="" if last is None else last.survivors,
+        )

@@ -1,7 +1,8 @@
 """A job of simulated agents under a schedule of faults that a seed draws, and what must hold.
 
 ======================  ==========================================================================
-always                  when workers of a round start, none of another round is alive anywhere
+always                  when workers of a round start, none of another round is alive anywhere, but
+                        for those that stay, and that this round keeps
 always                  no round runs twice, the round number only grows, versions follow each other
 always                  nobody is in a round twice; a plan has at most ``max_nodes``
 always                  no more restarts than the budget allows
@@ -59,6 +60,7 @@ class Setting:
     faults: int
     fails: float
     finishes: float
+    stand: bool
     told_to_go: float | None = None
 
 
@@ -92,6 +94,7 @@ def draw_setting(rng: random.Random) -> Setting:
         told_to_go=rng.uniform(2.0, FAULTS) if not faults and rng.random() < 0.6 else None,
         fails=rng.choice((0.0, 0.2, 0.6)),
         finishes=rng.choice((0.0, 0.3)),
+        stand=rng.random() < 0.5,
     )
 
 
@@ -175,6 +178,10 @@ class Simulation:
         for other in self.agents:
             if other.workers is None or other is agent:
                 continue
+            stays = other.workers.stay and other.workers.job == plan.job
+            stays = stays and plan.node_rank(other.name) is not None
+            if stays and plan.keeps(other.name, 1):
+                continue
             if (other.workers.job, other.workers.round) != (plan.job, plan.round):
                 raise Broken(
                     f"a{agent.number} starts round {plan.round} of {plan.job} "
@@ -195,7 +202,7 @@ class Simulation:
 
     def _end(self, agent: Agent, workers: Any, delay: float, failed: bool) -> None:
         def ends() -> None:
-            if agent.workers is workers and not workers.ending:
+            if agent.workers is workers and not workers.ending and (failed or not workers.stay):
                 self.note(f"a{agent.number}: workers {'fail' if failed else 'finish'}")
                 agent.worker_ends(workers, failed)
                 if failed:
@@ -204,7 +211,9 @@ class Simulation:
         self.engine.after(delay, ends)
 
     def _hurt_peers(self, agent: Agent, round_number: int) -> None:
-        """Workers that lose a peer fail, or hang."""
+        """Workers that lose a peer fail, or hang, unless they stand."""
+        if self.setting.stand and self.random.random() < 0.8:
+            return
         for other in self.agents:
             workers = other.workers
             if other is agent or workers is None or workers.round != round_number:
@@ -303,7 +312,8 @@ class Simulation:
                 raise Broken(f"{plan.restarts} restarts, {said} said, {counted} failures")
 
     def _check_silence(self) -> None:
-        works = any(agent.workers is not None for agent in self.agents)
+        working = (agent.workers for agent in self.agents if agent.workers is not None)
+        works = any(not workers.stay for workers in working)
         for agent in self.agents:
             silent = self.engine.now - agent.heard_at
             if agent.waits and not works and silent > SILENCE:

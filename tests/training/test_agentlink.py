@@ -345,13 +345,14 @@ def test_an_entry_is_answered_and_the_newest_counts(agent: Agent, page: Progress
     assert link.take_entry(0.0) is None
     for number in (4, 5):
         environ = {"ELAUNCH_ROUND": str(number), "RANK": "5"}
-        agent.say({"op": "enter", "environ": environ, "present": [0, 5]})
+        agent.say({"op": "enter", "environ": environ, "present": [0, 5], "slots": [6]})
         assert agent.hear() == {"op": "enters", "round": number}
     wait_until(lambda: len(cut) == 2)
     entry = link.take_entry(SECONDS)
     while entry is not None and entry.environ["ELAUNCH_ROUND"] == "4":
         entry = link.take_entry(SECONDS)
-    assert entry is not None and entry.present == (0, 5) and entry.environ["RANK"] == "5"
+    assert entry is not None and entry.environ["RANK"] == "5"
+    assert (entry.present, entry.slots) == ((0, 5), (6,))
     assert cut == [True, True] and not link.has_entry
     link.report_entered(5)
     link.report_standing(True)

@@ -263,7 +263,7 @@ def _coded(known: Explanation) -> str:
 
 def _next(report: FailureReport) -> Iterator[str]:
     """Yield what the next round resumes from, and what that costs."""
-    if report.follows is not None and report.follows.kept:
+    if report.follows is not None and report.follows.present:
         who = ranks_do(report.follows.present, "stay")
         yield f"Round {report.follows.round} loses no step: {who} in their processes"
     if report.follows is None or report.follows.resumes_from is None:

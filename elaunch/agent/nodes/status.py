@@ -123,13 +123,14 @@ class StatusPublisher:
             state=own_state,
             round=round_number,
             port=port,
-            failure=self._failure(state) if round_number >= 0 else None,
+            failure=self._failure(state) if round_number == state.round else self._early(state),
             listens=bool(state.listens),
             preempted=_preempted(state),
             asks=_asks(state),
             restart=state.restart,
             held=state.held if own_state in AT_REST and state.finish is None else (),
-            survivors=_survivors(state),
+            kept=tuple(sorted(state.stay)) if own_state in AT_REST else (),
+            survivors=_survivors(state) if own_state in AT_REST else "",
             reason=_reason(state),
             exit_code=_own_code(state),
             times=self._times() if is_due else old.times,
@@ -149,6 +150,10 @@ class StatusPublisher:
         self._culprit = report.accused
 
     def _failure(self, state: State) -> WorkerFailure | None:
+        if state.strayed:
+            rank = state.first_rank + min(state.left)
+            made = self._made(rank, min(state.left), 0, 1, "", 0.0)
+            return replace(made, summary=f"rank {rank} left its loop before it was in the round")
         if not state.failed:
             self._text = self._signature = self._culprit = ""
             return None
@@ -166,6 +171,21 @@ class StatusPublisher:
         rank, local_rank, pid, code = first.rank, first.local_rank, first.pid, first.exitcode
         made = self._made(rank, local_rank, pid, code, self._text, age)
         return replace(made, summary=self._culprit if self._text else state.culprit)
+
+    def _early(self, state: State) -> WorkerFailure | None:
+        """Return the end of a worker before the round began which was to keep it."""
+        lost, plan = nodes.missing(state), state.plan
+        if not lost or plan is None:
+            return None
+        local_rank = min(lost)
+        ends = (one for one in (state.first, *state.later) if one is not None)
+        end = next((one for one in ends if one.local_rank == local_rank), None)
+        rank = nodes.place(plan, state.name).first_rank + local_rank
+        if end is not None:
+            age = self._clock() - end.at
+            return self._made(rank, local_rank, end.pid, end.exitcode, "", age)
+        summary = f"rank {rank} ended before round {plan.round} began"
+        return replace(self._made(rank, local_rank, 0, 1, "", 0.0), summary=summary)
 
     def _made(
         self, rank: int, local_rank: int, pid: int, code: int, text: str, age: float
@@ -249,10 +269,10 @@ def _preempted(state: State) -> Preempted:
 
 
 def _survivors(state: State) -> Survivors:
-    """Return what those of the workers do that stay for the next round; or ""."""
-    failed = {one.local_rank for one in (state.first, *state.later) if one is not None}
-    if not (state.stay and failed):
+    """Return whether workers can go on without those that have ended here, and what they do."""
+    if not state.parted:
         return ""
+    failed = {one.local_rank for one in (state.first, *state.later) if one is not None}
     return "work" if failed <= state.new else "wait"
 
 

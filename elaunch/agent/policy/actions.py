@@ -43,7 +43,8 @@ class EndTree(Struct, frozen=True):
     """End what is left of the round: ``signum`` and ``grace`` seconds first, if any, then KILL.
 
     A grace that StopWorkers has begun goes on; it does not begin anew. The workers with the local
-    ranks ``keeps``, which the next round has as well, stay with what they have started.
+    ranks ``keeps``, which the next round has as well, stay with what they have started. None: the
+    next round keeps none here, and all that end are ended by this.
     """
 
     signum: signal.Signals | None = None

@@ -29,6 +29,7 @@ from elaunch.checkpoint.records import Checkpoint
 from elaunch.endings import PREEMPTED
 from elaunch.errors import CheckpointError, UsageError
 from elaunch.rendezvous.plan import AgentState, Plan, column
+from elaunch.text import ranks_do
 
 
 def own_state(state: State) -> tuple[AgentState, int]:
@@ -46,7 +47,8 @@ def own_state(state: State) -> tuple[AgentState, int]:
         return "running", state.round
     if state.phase in (Phase.STOPPING, Phase.SWEEPING, Phase.FLUSHING) and state.finish is None:
         return "failed" if state.failed else "running", state.round
-    return "finished" if state.completed and not state.failed else "ended", state.round
+    done = state.completed and not (state.failed or state.strayed)
+    return "finished" if done else "ended", state.round
 
 
 def _leaves(state: State) -> bool:
@@ -61,13 +63,23 @@ def _leaves(state: State) -> bool:
 
 
 def _missed(state: State) -> bool:
-    """Whether a round with this node ended before the node had read its plan."""
+    """Whether a round with this node ended before the node had read its plan, or never began."""
     plan = state.plan
-    if plan is None or plan.phase not in ("ending", "forming"):
+    if plan is None or plan.phase == "over" or plan.node_rank(state.name) is None:
         return False
-    if plan.node_rank(state.name) is None or state.phase not in (Phase.STARTING, Phase.MEETING):
+    if plan.phase == "running":
+        return bool(missing(state))
+    if state.phase not in (Phase.STARTING, Phase.MEETING):
         return False
     return state.member != state.name or state.round < plan.round
+
+
+def missing(state: State) -> frozenset[int]:
+    """Return the workers that have ended before the round began which was to keep them."""
+    plan = state.plan
+    if plan is None or state.phase is not Phase.MEETING or plan.round <= state.round:
+        return frozenset()
+    return plan.keeps(state.name, state.limits.nproc) - state.stay
 
 
 def place(plan: Plan, name: str) -> env.NodePlace:
@@ -106,6 +118,10 @@ def at_rest(state: State, what: str) -> Decision:
         if state.lost_save and not plan.exit_code:
             return Finish(CheckpointError.exit_code), LOST
         return Finish(plan.exit_code or 0), plan.reason + unused
+    if plan is not None and state.stay and _begins_anew(state, plan):
+        grace, others = state.limits.sibling_grace, workers(len(state.stay))
+        why = f"{plan.reason}; stopping {others}, grace {grace:g} s"
+        return StopWorkers(signal.SIGTERM, grace), why
     if plan is not None and state.name in plan.not_sharing and not _begins(state, plan):
         return Finish(UsageError.exit_code), (
             "--checkpoint-dir of this node is not that of the job: what was written here is not "
@@ -118,7 +134,8 @@ def at_rest(state: State, what: str) -> Decision:
         return _meet(state, what)
     if plan is not None and _begins(state, plan):
         first_rank = place(plan, state.name).first_rank
-        begins = StartRound(plan.round, _checkpoint(state, plan), first_rank, state.stay)
+        keeps = plan.keeps(state.name, state.limits.nproc)
+        begins = StartRound(plan.round, _checkpoint(state, plan), first_rank, keeps)
         return begins, plan.reason
     return _meet(state, what)
 
@@ -147,7 +164,18 @@ def _moved_on(state: State, plan: Plan) -> bool:
 def _begins(state: State, plan: Plan) -> bool:
     if plan.phase != "running" or plan.node_rank(state.name) is None or state.cut_off:
         return False
+    if missing(state):
+        return False
     return state.member != state.name or plan.round > state.round
+
+
+def _begins_anew(state: State, plan: Plan) -> bool:
+    """Whether the next round has none of the workers that stay for it."""
+    if plan.phase == "running":
+        is_in = plan.node_rank(state.name) is not None
+        keeps = is_in and bool(plan.keeps(state.name, state.limits.nproc))
+        return plan.round > state.round and not keeps
+    return plan.phase == "forming" and plan.anew is None
 
 
 def _checkpoint(state: State, plan: Plan) -> Checkpoint | None:
@@ -177,7 +205,17 @@ def after_round(state: State) -> Decision:
         return at_rest(state, failure(state))
     if state.completed:
         return at_rest(state, "all workers of this node ended with 0")
+    if state.stay:
+        return at_rest(state, stay(state, state.stay))
     return at_rest(state, "the workers of this node have ended")
+
+
+def stay(state: State, local_ranks: frozenset[int]) -> str:
+    """Return that these workers go on in the next round."""
+    if not local_ranks:
+        return "the other nodes may go on"
+    who = ranks_do((state.first_rank + local_rank for local_rank in local_ranks), "stay")
+    return f"{who} for the next round"
 
 
 def _lost_another(state: State) -> bool:
@@ -208,7 +246,7 @@ def plan_start(state: State, event: events.PlanSeen) -> Decision:
 
 def plan_meet(state: State, event: events.PlanSeen) -> Decision:
     """Start a round, or leave."""
-    if event.plan.phase == "forming" and not state.limits.meets:
+    if event.plan.phase == "forming" and not (state.limits.meets or state.stay):
         return Nothing(), event.plan.reason  # a backoff
     return at_rest(state, "")
 
@@ -235,6 +273,8 @@ def _ending(state: State, plan: Plan) -> Decision:
     stacks = _stacks_first(state, plan)
     if stacks is not None:
         return stacks
+    if plan.cause == "failure" and not _is_hang(plan) and (keeps := state.may_stay) is not None:
+        return EndTree(keeps=keeps), f"{plan.reason}; {stay(state, keeps)}"
     if state.notice is not None and not peer_gone:
         return _may_save(state, f"{plan.reason}; {others} may save", state.notice.grace)
     grace = limits.sibling_grace if peer_gone else limits.shutdown_timeout
@@ -249,9 +289,13 @@ def _stacks_first(state: State, plan: Plan) -> Decision | None:
     """
     if state.taking:
         return NOTHING if state.stacks is None else None
-    if not state.limits.takes_stacks or plan.failure is None or not plan.failure.is_hang:
+    if not state.limits.takes_stacks or not _is_hang(plan):
         return None
     return TakeStacks(), f"{plan.reason}; taking the stacks of {workers(len(state.alive))}"
+
+
+def _is_hang(plan: Plan) -> bool:
+    return plan.failure is not None and plan.failure.is_hang
 
 
 def _may_save(state: State, what: str, stated: float | None) -> Decision:
@@ -269,8 +313,10 @@ def cut_run(state: State, event: events.CutOff) -> Decision:
     return EndTree(), f"cut off: {event.reason}; killing {workers(len(state.alive))}"
 
 
-def cut_rest(_: State, event: events.CutOff) -> Decision:
-    """Say so: no worker runs."""
+def cut_rest(state: State, event: events.CutOff) -> Decision:
+    """Say so; kill the workers that stay for a round, if any."""
+    if state.stay:
+        return cut_run(state, event)
     return Nothing(), f"cut off: {event.reason}"
 
 
@@ -278,6 +324,11 @@ def fenced_run(_: State, __: events.Fenced) -> Decision:
     """Sweep: the server has killed the workers."""
     reason = "this agent could not renew its lease in time: its workers were killed, since the"
     return EndTree(), f"{reason} other nodes may go on without them"
+
+
+def fenced_rest(state: State, event: events.Fenced) -> Decision:
+    """Sweep, too, if workers had stayed for a round."""
+    return fenced_run(state, event) if state.stay else NOTHING
 
 
 def fail_run(state: State, event: events.MeetingFailed) -> Decision:

@@ -136,7 +136,7 @@ def exit_run(state: State, event: events.Exit) -> Decision:
         return _exit_beside(state, event)
     if state.failed:
         what = failure(state) if event == state.first else event.text
-        return EndTree(), f"{what}; no other worker is left"
+        return EndTree(keeps=state.may_stay), f"{what}; no other worker is left"
     if state.preempted and state.notice is not None:
         return _sweep(state, f"all workers have saved and ended ({state.notice.reason})")
     what, wait = "all workers ended with 0", state.limits.wait_for_children
@@ -162,15 +162,10 @@ def _sweep(state: State, what: str) -> Decision:
 
 def _stop_siblings(state: State) -> Decision:
     others, grace = workers(len(state.alive)), state.limits.sibling_grace
-    if keeps := state.may_stay:
-        return EndTree(keeps=keeps), f"{failure(state)}; {_stay(state, keeps)}"
+    if (keeps := state.may_stay) is not None:
+        return EndTree(keeps=keeps), f"{failure(state)}; {nodes.stay(state, keeps)}"
     reason = f"{failure(state)}; stopping the other {others}, grace {grace:g} s"
     return StopWorkers(signal.SIGTERM, grace), reason
-
-
-def _stay(state: State, keeps: frozenset[int]) -> str:
-    who = ranks_do((state.first_rank + local_rank for local_rank in keeps), "stay")
-    return f"{who} for the next round"
 
 
 def exit_stay(state: State, event: events.Exit) -> Decision:
@@ -178,8 +173,8 @@ def exit_stay(state: State, event: events.Exit) -> Decision:
     if event.local_rank not in state.staying:
         return NOTHING
     if state.stay:
-        return EndTree(keeps=state.stay), f"{event.text}, too; {_stay(state, state.stay)}"
-    return EndTree(), f"{event.text}, too; no other worker is left"
+        return EndTree(keeps=state.stay), f"{event.text}, too; {nodes.stay(state, state.stay)}"
+    return EndTree(keeps=frozenset()), f"{event.text}, too; no other worker is left"
 
 
 def stands_run(state: State, _: events.WorkerStands) -> Decision:
@@ -278,8 +273,8 @@ def _silent(state: State, late: frozenset[int]) -> Decision:
     """Kill the workers that were kept and do not answer: that is this round's failure."""
     who = ranks_do((state.first_rank + local_rank for local_rank in late), "do")
     what = f"{who} not answer as round {state.round} begins"
-    keeps = state.may_stay - late
-    stay = f"; {_stay(state, keeps)}" if keeps else ""
+    keeps = (state.may_stay or frozenset()) - late
+    stay = f"; {nodes.stay(state, keeps)}" if keeps else ""
     return EndTree(keeps=keeps), f"{what}; killing {workers(len(state.alive - keeps))}{stay}"
 
 

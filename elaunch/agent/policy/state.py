@@ -116,8 +116,10 @@ class State(Struct, frozen=True):
         checkpoint: what this round resumed from.
         began: when the round's first worker was started, in monotonic seconds.
         stands: the workers whose scripts can go on with a new group when a rank is lost.
-        staying: those that were kept when the round ended, for the next one.
-        kept: those that have what they need from the round before, if any was kept, and in which
+        staying: those that were kept when the round ended, for the next one; ``parted``: workers on
+            other nodes can go on without those that have ended here.
+        goes_on: workers of the round before go on in this one, here or on other nodes.
+        kept: those that have what they need from the round before, if it ``goes_on``, and in which
             round the process of each was started.
         silent: the kept ones that do not know of this round yet; ``entering``: those that do not
             take part in it yet.
@@ -161,6 +163,8 @@ class State(Struct, frozen=True):
     began: float | None = None
     stands: frozenset[int] = frozenset()
     staying: frozenset[int] = frozenset()
+    parted: bool = False
+    goes_on: bool = False
     kept: Mapping[int, int] = {}
     silent: frozenset[int] = frozenset()
     entering: frozenset[int] = frozenset()
@@ -228,7 +232,8 @@ class State(Struct, frozen=True):
     @property
     def new(self) -> frozenset[int]:
         """The workers of this round that do not have yet what those have that were kept."""
-        return frozenset(range(self.limits.nproc)) - self.kept.keys() if self.kept else frozenset()
+        all_here = frozenset(range(self.limits.nproc))
+        return all_here - self.kept.keys() if self.goes_on else frozenset()
 
     @property
     def preempted(self) -> bool:
@@ -249,24 +254,30 @@ class State(Struct, frozen=True):
         return plan is not None and self.restart is not None and self.restart.round == plan.round
 
     @property
-    def may_stay(self) -> frozenset[int]:
-        """The living workers that can go on in the next round, now that one has failed; or none.
+    def may_stay(self) -> frozenset[int] | None:
+        """The living workers that can go on in the next round, now that one has failed.
 
         All must be able to, but for newcomers to those that were kept: they have nothing to lose,
-        and one that ends by itself cannot join. A node of several keeps none.
+        and one that ends by itself cannot join. None: nobody can, on any node.
         """
         ends = self.notice is not None or self.interrupted is not None or self.hang is not None
-        ends = ends or self.restarts_round or self.limits.meets or self.limits.max_restarts == 0
+        ends = ends or self.restarts_round or self.limits.max_restarts == 0
         first, new = self.first, self.new
         unfit = first is not None and first.local_rank in new and first.exitcode > 0
         if ends or unfit or self.succeeded or not self.alive - new <= self.stands:
-            return frozenset()
-        return self.alive & self.stands
+            return None
+        found = self.alive & self.stands
+        return found if found or self.limits.meets else None
 
     @property
     def left(self) -> frozenset[int]:
         """The kept workers whose scripts went on to something else before they took part."""
         return self.entering & (self.succeeded | (self.alive - self.stands))
+
+    @property
+    def strayed(self) -> bool:
+        """Whether all ended with 0, and one of them though others wait for it in this round."""
+        return self.completed and bool(self.left) and not self.acked
 
     @property
     def stay(self) -> frozenset[int]:
@@ -321,7 +332,7 @@ def _observe_stands(state: State, event: events.WorkerStands) -> State:
     others, local_rank = state.stands - {event.local_rank}, event.local_rank
     if not event.stands:
         return replace(state, stands=others)
-    kept = {local_rank: state.round, **state.kept} if state.kept else {}
+    kept = {local_rank: state.round, **state.kept} if state.goes_on else {}
     return replace(state, stands=others | {local_rank}, kept=kept)
 
 
@@ -406,6 +417,7 @@ def follow(state: State, action: Action, reason: str = "") -> State:
             saves=bool(action.checkpoint and action.checkpoint.uuid)
             or bool(action.keeps and state.saves),
             stands=state.stands & action.keeps,
+            goes_on=state.plan.anew is not None,
             kept=state.births(action.keeps),
             silent=action.keeps,
             entering=action.keeps,
@@ -428,7 +440,9 @@ def follow(state: State, action: Action, reason: str = "") -> State:
         return replace(state, phase=Phase.SWEEPING, waits=True)
     if isinstance(action, EndTree):
         staying = action.keeps or frozenset()
-        return replace(state, phase=Phase.SWEEPING, waits=False, staying=staying)
+        dropped = not staying and bool(state.alive - state.new)
+        parted = action.keeps is not None and not dropped and not state.succeeded
+        return replace(state, phase=Phase.SWEEPING, waits=False, staying=staying, parted=parted)
     if isinstance(action, KillServer):
         return replace(state, killing=True)
     if isinstance(action, Settle):

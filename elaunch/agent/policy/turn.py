@@ -7,7 +7,7 @@ the workers' links, the hang watch, the saver, the run's record and the event lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from msgspec import Struct
@@ -19,7 +19,7 @@ from elaunch.agent.policy.actions import Action, StartRound
 from elaunch.agent.policy.state import State, follow, observe
 from elaunch.agent.policy.table import decide
 from elaunch.checkpoint.records import Checkpoint, Stage
-from elaunch.rendezvous.plan import Plan
+from elaunch.rendezvous.plan import Plan, column
 
 
 class Round(Struct, frozen=True, dict=True):
@@ -35,6 +35,8 @@ class Round(Struct, frozen=True, dict=True):
         name: of this node in the plan.
         kept: the local ranks of the workers that the round before had as well, and in which round
             the process of each was started.
+        slots: how many workers each node has, by node rank.
+        present: the ranks that go on from the round before, on all nodes.
     """
 
     round: int
@@ -45,6 +47,8 @@ class Round(Struct, frozen=True, dict=True):
     plan: Plan | None = None
     name: str = ""
     kept: Mapping[int, int] = {}
+    slots: Sequence[int] = ()
+    present: Sequence[int] = ()
 
     @cached_property
     def place(self) -> env.NodePlace:
@@ -63,11 +67,6 @@ class Round(Struct, frozen=True, dict=True):
         """The ranks of this node's workers."""
         return frozenset(range(self.first_rank, self.first_rank + self.nproc))
 
-    @property
-    def present(self) -> list[int]:
-        """The ranks that go on from the round before."""
-        return [self.first_rank + local_rank for local_rank in sorted(self.kept)]
-
     def born(self, local_rank: int) -> int:
         """Return the round in which the process of a worker was started."""
         return self.kept.get(local_rank, self.round)
@@ -78,7 +77,7 @@ class Round(Struct, frozen=True, dict=True):
 
         Then ``checkpoint`` is what a round would resume from that none of them lives to see.
         """
-        return None if self.kept else self.checkpoint
+        return None if self.present else self.checkpoint
 
     @property
     def resumed(self) -> str:
@@ -145,4 +144,6 @@ def _begun(state: State, action: StartRound, reason: str) -> Round:
         plan=state.plan if state.limits.meets else None,
         name=state.name,
         kept=state.births(action.keeps),
+        slots=column(state.plan.nodes, "slots"),
+        present=state.plan.present,
     )

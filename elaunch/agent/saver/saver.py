@@ -279,7 +279,8 @@ def _refusal(request: Message, round_: Round | None) -> str:
         return f"round {request['round']} is over: round {round_.round} runs here"
     local_rank = request["local_rank"]
     rank, ranks = request["rank"], round_.own_ranks
-    own = rank in ranks if round_.kept else rank == round_.first_rank + local_rank
+    fewer = bool(round_.kept) and round_.plan is None  # those that go on number themselves anew
+    own = rank in ranks if fewer else rank == round_.first_rank + local_rank
     if not (own and 0 <= local_rank < round_.nproc):
         return f"rank {rank} with local rank {local_rank} is not of this node"
     return ""

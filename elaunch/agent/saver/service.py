@@ -197,7 +197,9 @@ class SaverService:
                 connection.close()
         found = round_.checkpoint
         adopted = "" if found is None else found.uuid
-        self.queue.end_round(adopted, round_.resumed, whole=bool(round_.kept))
+        self.queue.end_round(
+            adopted, round_.resumed, whole=bool(round_.kept) and round_.plan is None
+        )
         self.shards.begin(round_)
         if adopted and round_.plan is not None:
             name = "go on with a save"

@@ -312,7 +312,7 @@ class Ledger:
     def _open(self, begun: Round, now: float) -> None:
         self._charge(now)
         current = self._round = _OpenRound(begun, now, {}, {})
-        if begun.kept and self._last is not None:
+        if begun.present and self._last is not None:
             current.kept = {k: self._last.slot(k) for k in begun.kept}
             counted = self._lives(current, now, self._pages())
             for k, slot in current.kept.items():
@@ -343,7 +343,7 @@ class Ledger:
         spent = self._split(current, now, pages)
         _add(self._seconds, spent)
         begin, end = self._steps(current, pages)
-        anew = not (current.kept or current.begun.checkpoint is not None or self._saves)
+        anew = not (current.begun.present or current.begun.checkpoint is not None or self._saves)
         if begin is not None and anew:
             self._resume(begin)  # the script has found its own checkpoint, or none
         if seconds := spent.get("train", 0.0):
@@ -372,7 +372,7 @@ class Ledger:
             failed=current.failed,
             noticed=current.noticed,
             alone=max(exited.values()) if len(exited) >= slots else None,
-            resumed=None if current.kept else resumed,
+            resumed=None if current.begun.present else resumed,
             steps=self._reports == "steps",
             first_step=max(
                 (p.spent[_FIRST] for p in pages.values() if p.first is not None), default=None
@@ -398,7 +398,7 @@ class Ledger:
             return None, None
         firsts = [page.first for page in pages.values() if page.first is not None]
         checkpoint = current.begun.checkpoint
-        if current.kept:
+        if current.begun.present:
             last = self._spans[-1].end if self._spans else None
             return None if last is None else min(last, end), end
         if checkpoint is not None:

@@ -258,8 +258,8 @@ class StatusRecord:
         add_round(record, new_round(begun.round, reason, resumed.step if resumed else None))
         if self._cause in PLANNED:
             record["history"][-1]["planned"] = True
-        if begun.kept:
-            record["history"][-1]["kept"] = begun.present
+        if begun.present:
+            record["history"][-1]["kept"] = list(begun.present)
         self._cause = ""
         self._round_begun = time.monotonic()
 

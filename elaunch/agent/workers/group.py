@@ -237,7 +237,7 @@ class WorkerGroup:
             if local_rank in start.kept:
                 entering[local_rank] = variables
                 continue
-            if start.kept:
+            if start.present:
                 variables[env.PRESENT] = ",".join(map(str, start.present))
             if settings.hang_timeout is not None:
                 variables[env.STACKS_FILE] = str(self.stacks_file(start.round, local_rank))
@@ -256,7 +256,7 @@ class WorkerGroup:
 
     def _facts(self, start: Round) -> env.RoundFacts:
         settings = self._settings
-        checkpoint = start.resumes_from or (None if start.kept else settings.init_from)
+        checkpoint = start.resumes_from or (None if start.present else settings.init_from)
         place, plan = start.place, start.plan
         master_addr, master_port = self._endpoint.host, self._endpoint.port
         if plan is None:

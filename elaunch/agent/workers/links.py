@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from msgspec import Struct, field
@@ -107,12 +107,12 @@ class WorkerLinks:
                     self._drop(link)
             self._left.clear()
 
-    def enter(self, local_rank: int, environ: Mapping[str, str], present: Sequence[int]) -> None:
+    def enter(self, local_rank: int, environ: Mapping[str, str], begun: Round) -> None:
         """Have a worker that was kept enter the round that begins."""
         with self._lock:
             if (link := self._links.get(local_rank)) is not None:
-                message = {"op": "enter", "environ": environ, "present": present}
-                self._send(link, message)
+                ranks = {"present": begun.present, "slots": begun.slots}
+                self._send(link, {"op": "enter", "environ": environ, **ranks})
 
     def adopt(self, channel: LocalChannel, request: Message, files: list[int]) -> str:
         """Take over the connection of a worker that attaches; return why not, or "".

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -49,6 +49,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     plan = view.plan
     nodes = ((node, view.present.get(node.name)) for node in plan.nodes)
     late = [node for node, one in nodes if one and not one.record.has_ended(plan.round)]
+    late = late or (_staying(view) if plan.phase == "forming" and plan.anew is None else [])
     if late:
         return _await_end(view, now, rules, late)
     fenced = _await_fences(view, now, rules) if view.evicted else None
@@ -62,9 +63,15 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     if plan.phase == "ending":
         plan = _judged(view, now, rules)
         view = replace(view, plan=plan)
+    anew = None
+    if _staying(view):
+        enough = members.enough(view, now, rules)
+        anew = _anew(view, enough.names) if isinstance(enough, Enough) else None
+        if anew is None:
+            return _pause(view, f"{plan.reason}; all workers are started anew", now)
     verdict: budget.Again | None = None
     if plan.cause == "failure" and not members.is_behind(view):
-        judged = _verdict(view, rules)
+        judged = _verdict(view, rules, anew is not None)
         if not isinstance(judged, budget.Again):
             return judged
         verdict = judged
@@ -90,7 +97,7 @@ def decide(view: View, now: float, rules: Rules) -> Decision:
     if verdict is not None:
         until = ended_at(view) + verdict.backoff * view.jitter
         if until > now:
-            return _pause(view, verdict.reason, until)
+            return _pause(view, verdict.reason, until, anew)
     return _after_losses(view, now, enough) or _start(view, rules, enough, verdict)
 
 
@@ -108,6 +115,23 @@ def restart_request(view: View) -> Plan | None:
         if found is not None and found.round == plan.round and one.record.state != "leaving":
             return replace(plan, phase="ending", cause="asked", reason=found.reason, failure=None)
     return None
+
+
+def _staying(view: View) -> list[Node]:
+    """Return the nodes of the round that has ended on which workers stay for the next one."""
+    there = ((node, view.present.get(node.name)) for node in view.plan.nodes)
+    return [node for node, one in there if one and one.record.kept]
+
+
+def _anew(view: View, names: Sequence[str]) -> Mapping[str, tuple[int, ...]] | None:
+    """Return the workers that a round of these nodes starts, as in ``Plan.anew``."""
+    plan, records = view.plan, {name: view.present[name].record for name in names}
+    able = all(one.survivors and one.round == plan.round for one in records.values())
+    same = records.keys() == {node.name for node in plan.nodes}
+    if plan.cause != "failure" or not (able and same and _staying(view)):
+        return None
+    ended = ((name, set(range(one.slots)).difference(one.kept)) for name, one in records.items())
+    return {name: tuple(sorted(ranks)) for name, ranks in ended if ranks}
 
 
 def _all_done(view: View) -> bool:
@@ -270,8 +294,11 @@ def _after_losses(view: View, now: float, enough: Enough) -> Decision | None:
     return (Wait(until), f"{text.lost(losses)}: a backoff") if until > now else None
 
 
-def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
-    """Return that the budget has another restart, or the decision that comes before or instead."""
+def _verdict(view: View, rules: Rules, goes_on: bool) -> budget.Again | Decision:
+    """Return that the budget has another restart, or the decision that comes before or instead.
+
+    ``goes_on``: workers that stay go on.
+    """
     plan, found = view.plan, view.search_result
     spent = budget.Spent(plan.restarts, plan.without_progress, plan.crashes)
     unknown = rules.has_checkpoint_dir and (found is None or found.again)
@@ -282,7 +309,7 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
     step = _step(checkpoints.newest(view))
     spent = spent.refilled(_step(plan.checkpoint), step)
     failed = plan.failure or WorkerFailure(rank=-1, exitcode=1, text=plan.reason)
-    why, survivors = text.failure(failed), _survivors(view)
+    why, survivors = text.failure(failed), _survivors(view) if goes_on else ""
     verdict = budget.verdict(rules, spent, why, step, _lived_long(view), survivors)
     if isinstance(verdict, budget.NoMore):
         return publish(over(plan, exit_code(failed.exitcode), verdict.reason))
@@ -295,9 +322,9 @@ def _verdict(view: View, rules: Rules) -> budget.Again | Decision:
 
 
 def _survivors(view: View) -> Survivors:
-    """Return what workers of the round do that stay for the next one; or ""."""
-    found = (one.record.survivors for one in view.present.values())
-    return next((survivors for survivors in found if survivors), "")
+    """Return what workers of the round do that stay for the next one."""
+    waits = any(one.record.survivors == "wait" for one in view.present.values())
+    return "wait" if waits else "work"
 
 
 def _same(view: View) -> SameFailure | None:
@@ -343,9 +370,11 @@ def _step(checkpoint: PlanCheckpoint | None) -> int | None:
 # ── waiting where everyone can see why ───────────────────────────────────────────────────────────
 
 
-def _pause(view: View, reason: str, until: float) -> Decision:
+def _pause(
+    view: View, reason: str, until: float, anew: Mapping[str, tuple[int, ...]] | None = None
+) -> Decision:
     """Wait until then, with a plan that says why; what the verdict rests on stays in the plan."""
-    plan = replace(view.plan, phase="forming", reason=reason, joining=(), spares=())
+    plan = replace(view.plan, phase="forming", reason=reason, joining=(), spares=(), anew=anew)
     return (Wait(until) if plan == view.plan else Publish(plan)), reason
 
 
@@ -409,6 +438,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         nodes=nodes,
         spares=enough.spares,
         joining=(),
+        anew=_anew(view, enough.names),
         master_addr=first.addr,
         master_port=first.port,
         checkpoint=checkpoint,
@@ -418,7 +448,7 @@ def _start(view: View, rules: Rules, enough: Enough, verdict: budget.Again | Non
         failure=plan.failure if verdict else None,
         same=_same(view),
         losses=None if plan.losses and checkpoints.progressed(view) else plan.losses,
-        notice="; ".join(filter(None, (notice, _anew(view, before)))),
+        notice="; ".join(filter(None, (notice, _counts_anew(view, before)))),
         facts=first.facts,
         strict=rules.strict_symmetry,
     )
@@ -470,7 +500,7 @@ def _left_out(new: Plan) -> str:
     return f" ({text.lost(new.losses)}: it stands by)"
 
 
-def _anew(view: View, before: LastKnown) -> str:
+def _counts_anew(view: View, before: LastKnown) -> str:
     """Return that the restarts of an earlier run are forgotten, where one is known of."""
     if view.known is not None or view.plan.round >= 0 or before.round < 0:
         return ""

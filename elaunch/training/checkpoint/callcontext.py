@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SECTION: Final = "checkpoint"
 """The section of this rank in ``elaunch status`` during every call."""
+MISSING: Final = "ranks on other nodes are missing"
+"""Then agents do not know the numbers by which those that are left save."""
 LOADS: Final = frozenset({"load", "latest", "get_metadata", "restore_path"})
 """Calls of ctx.checkpoint whose time counts as loading; that of the others counts as saving."""
 
@@ -109,7 +111,8 @@ class CallContext:
         storage: the directory or URL, as this node sees it.
         saver: this rank's connection to its agent, which writes what was staged and knows whether
             the round is still on; None where no agent can be reached.
-        foreground: why ``save(block=False)`` blocks: some rank has no agent; else "".
+        foreground: why ``save(block=False)`` blocks: some rank has no agent, or others are MISSING;
+            else "".
         count: notes a checkpoint that the ranks have committed, and the seconds that it took, in
             the run's record.
         run_id: of the run; it stands in every checkpoint.

@@ -33,7 +33,7 @@ from elaunch.checkpoint.assemble import merge_metadata
 from elaunch.checkpoint.storage.storage import Committed, Stage
 from elaunch.errors import CheckpointError, CollectiveError, SaveError
 from elaunch.training.checkpoint import collective
-from elaunch.training.checkpoint.callcontext import CallContext, SaveRequest, metadata_of
+from elaunch.training.checkpoint.callcontext import MISSING, CallContext, SaveRequest, metadata_of
 from elaunch.training.checkpoint.dcp import archives
 from elaunch.training.checkpoint.dcp import image as shardfile
 from elaunch.training.checkpoint.dcp import metadata as stored
@@ -162,7 +162,7 @@ def save(
     saving = _Saving(call, cache, state, request)
     if not block and not call.foreground and call.saver is not None:
         return saving.in_background(call.saver)
-    if not block and not cache.warned and call.rank == 0:
+    if not block and not cache.warned and call.rank == 0 and call.foreground != MISSING:
         log.warning(
             "save(block=False) blocks until the checkpoint is committed: %s; under `elaunch run` "
             "the agents write it in the background",

@@ -26,7 +26,13 @@ from elaunch.checkpoint.storage.storage import Committed, Location, Storage, ope
 from elaunch.errors import CheckpointError, ContextError, SaveError
 from elaunch.runs.statedir import make_private
 from elaunch.training.checkpoint import latest, where
-from elaunch.training.checkpoint.callcontext import CallContext, KnownCheckpoints, awaiting, newer
+from elaunch.training.checkpoint.callcontext import (
+    MISSING,
+    CallContext,
+    KnownCheckpoints,
+    awaiting,
+    newer,
+)
 from elaunch.training.checkpoint.together import together
 from elaunch.training.checkpoint.where import DirectoryOwner
 from elaunch.wire.worker import CLOSE_S
@@ -139,7 +145,8 @@ class CheckpointSession:
                 self._note_finished(made)
             step.sent = made.foreground
         self._call = replace(made, foreground=_foreground(self.info, step.received))
-        if self._call.foreground and self._call.foreground != NO_AGENT and self._call.rank == 0:
+        known = self._call.foreground in ("", NO_AGENT, MISSING)
+        if self._call.rank == 0 and not known:
             log.warning("%s: the workers write checkpoints themselves", self._call.foreground)
         self._met = True
         return self._call
@@ -239,7 +246,11 @@ class CheckpointSession:
             from elaunch.training.checkpoint.saver import connected
 
             place = str(self.storage.place)
-            saver, lacks = connected(self.link, self.distributed.placement, place, owner.round)
+            here = self.distributed.placement
+            misses = self.info.nodes > 1 and here.size < self.info.world_size
+            here = here._replace(rank=self.info.rank) if misses else here
+            saver, lacks = connected(self.link, here, place, owner.round)
+            lacks = MISSING if misses and not lacks else lacks
         if saver is not None:
             count = saver.committed
             self._stack.callback(lambda: saver.close(self._patient))
@@ -279,7 +290,7 @@ class CheckpointSession:
 def _foreground(info: Info, lacks: list[str]) -> str:
     """Return why ``save(block=False)`` blocks on all ranks; ``lacks``: why each has no agent."""
     rank, reason = next(((rank, why) for rank, why in enumerate(lacks) if why), (0, ""))
-    if not reason or info.launcher != "elaunch":
+    if reason in ("", MISSING) or info.launcher != "elaunch":
         return reason
     return f"rank {rank} cannot reach its agent ({reason})"
 

@@ -175,7 +175,7 @@ def has_default() -> bool:
 
 
 class Sockets:
-    """The TCP connections within this machine that this process makes from now on.
+    """The TCP connections that this process makes from now on.
 
     They are those up to :meth:`finish`. Any thread may cut them.
     """
@@ -194,7 +194,7 @@ class Sockets:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
                 is_it = os.fstat(one.fileno()).st_ino == inode
                 is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_it and is_tcp and one.getpeername()[0] == one.getsockname()[0]:
+                if is_it and is_tcp and one.getpeername():
                     one.shutdown(socket.SHUT_RDWR)
 
 

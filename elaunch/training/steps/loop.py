@@ -56,7 +56,7 @@ MOST_SKIPPING: Final = 10
 """Steps in a row that may leave out micro-batches: after them it is not the data."""
 RECENT: Final = 300
 """Steps whose metrics each rank keeps: rank 0 may have died before it had written them."""
-FAILED_S: Final = 1.0
+FAILED_S: Final = 5.0
 """Seconds for the agent to say that a rank was lost, after a save has failed."""
 
 log = logging.getLogger("elaunch")
@@ -336,7 +336,8 @@ class Steps:
             # Those ahead are past the end of the step before: nobody saves it.
             earliest = self._progress.before + max(one.next for one in found)
             script.checkpoint().follow(min(known, key=itemgetter(1)), earliest)
-        self._saved = None if len({one.saved for one in found}) > 1 else self._saved
+        lost = world.spans_nodes or len({one.saved for one in found}) > 1
+        self._saved = None if lost else self._saved
         if world.ranks.rank == 0 and not was_first:
             for total, metrics in script.recent:
                 script.report(total, metrics)

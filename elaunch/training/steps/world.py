@@ -31,8 +31,10 @@ import json
 import logging
 import os
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from elaunch import env, text
@@ -75,6 +77,7 @@ class StepsWorld:
         group: those that compute the step under way; None for one alone.
         joins: this process takes the place of a rank that has died, and was not admitted yet.
         present: the numbers in the job of those that are present, in order.
+        slots: how many ranks each node of the job has.
         loop: the number of the loop that they are in, for newcomers.
         newcomers: the ranks that come back, and are to be admitted after the step under way; none
             where a rank was lost since they were seen: not all may know of them.
@@ -92,6 +95,7 @@ class StepsWorld:
         self.present = tuple(range(place.size))
         self.loop = 0
         self.newcomers: list[int] = []
+        self.slots: tuple[int, ...] = ()
         self._job = place
         self._link = link
         self._move = move
@@ -103,8 +107,7 @@ class StepsWorld:
         self._rounds: RoundStore | None = None
         self._board: StoreConnection | None = None
         self._stands = False
-        on_one_node = place.launcher == "elaunch" and place.cross_size == 1 and place.size > 1
-        self._can_stand = link is not None and on_one_node
+        self._can_stand = link is not None and place.launcher == "elaunch" and place.size > 1
         self.joins = self._can_stand and bool(os.environ.get(env.PRESENT))
         if link is not None:
             link.on_entry = self.cut
@@ -113,6 +116,11 @@ class StepsWorld:
     def missing(self) -> list[int]:
         """The ranks of the job that are not present."""
         return [rank for rank in range(self._job.size) if rank not in self.present]
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the job has several nodes: then no save goes on into another round."""
+        return self._job.cross_size > 1
 
     def connect(self, saves: bool) -> None:
         """Have the ranks' group; ALL ranks call it together.
@@ -183,6 +191,7 @@ class StepsWorld:
                 os.environ.update(entry.environ)
                 self._job = current(os.environ)
                 self._leave_board()
+                self.slots = entry.slots
                 self._meet(entry.present, 0, calls)
                 link.report_entered(self._job.round)
                 found = self.ranks.allgather(own)
@@ -229,7 +238,7 @@ class StepsWorld:
         newcomers, first, number = self.newcomers, self.present[0], self._number + 1
         present = tuple(sorted({*self.present, *newcomers}))
         if self.ranks.rank == 0:
-            word = json.dumps([present, number, calls, present.index(first)]).encode()
+            word = json.dumps([present, number, calls, present.index(first), self.slots]).encode()
             for rank in newcomers:
                 self._opened().put(f"in/{rank}", word, _soon())
         self._meet(present, number, calls)
@@ -264,7 +273,8 @@ class StepsWorld:
         word = json.loads(board.get(key, _soon()))
         if not word:
             raise SystemExit(0)
-        present, number, calls, source = word
+        present, number, calls, source, slots = word
+        self.slots = tuple(slots)
         self._meet(tuple(present), number, calls)
         self.joins = False
         os.environ.pop(env.PRESENT, None)
@@ -295,13 +305,25 @@ class StepsWorld:
     def _meet(self, present: tuple[int, ...], number: int, calls: int) -> None:
         """Be one of ``present``, with all parts of the context; ALL of them call it together."""
         self.close()
-        job, size = self._job, len(present)
         self.present, self._number, self.newcomers = present, number, []
-        rank = present.index(job.rank)
-        place = job._replace(rank=rank, local_rank=rank, size=size, local_size=size)
-        place = place._replace(scope=f"{job.scope}/{number}")
-        self._move(place if size > 1 else place._replace(store=None), calls)
+        place = self._place()._replace(scope=f"{self._job.scope}/{number}")
+        self._move(place if place.size > 1 else place._replace(store=None), calls)
         self._connect()
+
+    def _place(self) -> Placement:
+        """Return where this rank stands among those that are present."""
+        job, ends = self._job, list(accumulate(self.slots))
+        nodes = [bisect(ends, rank) for rank in self.present]
+        own = bisect(ends, job.rank)
+        here = [rank for rank, node in zip(self.present, nodes, strict=True) if node == own]
+        return job._replace(
+            rank=self.present.index(job.rank),
+            size=len(self.present),
+            local_rank=here.index(job.rank),
+            local_size=len(here),
+            cross_rank=sorted(set(nodes)).index(own),
+            cross_size=len(set(nodes)),
+        )
 
     def _connect(self) -> None:
         from elaunch.training.steps import group

@@ -1,17 +1,20 @@
-"""Workers that stand stay when another one of their node fails: who, for how long, and who not."""
+"""Workers that stand stay when another one fails: who, for how long, and who not."""
 
 from __future__ import annotations
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from elaunch.agent.nodes.status import StatusPublisher
 from elaunch.agent.policy import events
 from elaunch.agent.policy.actions import (
     AskRestart,
     EndTree,
     Finish,
+    Hurry,
     Meet,
     Nothing,
     Notify,
@@ -20,7 +23,8 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
-from elaunch.rendezvous.plan import RestartRequest
+from elaunch.agent.policy.turn import Turn
+from elaunch.rendezvous.plan import Node, NodeStatus, Plan, RestartRequest
 from elaunch.wire.worker import Notice
 from tests.agent.histories import (
     DEADLINE,
@@ -355,3 +359,130 @@ def test_who_listens_goes_on_to_listen() -> None:
     assert state.listens == {0} and state.notice is None
     state, (decided,) = after(*history, TERM)
     assert isinstance(decided.action, Notify) and state.notice == Notice("SIGTERM received")
+
+
+# ── one node of several ──────────────────────────────────────────────────────────────────────────
+
+HERE, THERE = Node("aa", "node1", "10.0.0.1", 2, "x"), Node("bb", "node2", "10.0.0.2", 1, "x")
+PAIR = Limits(2, max_restarts=3, meets=True)
+FIRST = Plan("job", 0, "running", "first start", nodes=(THERE, HERE))
+ENDS = replace(FIRST, phase="ending", cause="failure", reason="rank 0 on node2 was killed")
+GOES_ON = replace(FIRST, round=1, reason="the other workers go on", anew={"bb": (0,)})
+ANEW = replace(ENDS, phase="forming", reason="rank 0 on node2 was killed; all are started anew")
+BOTH = frozenset({0, 1})
+
+
+def seen(plan: Plan) -> events.PlanSeen:
+    """Return the news of a plan."""
+    return events.PlanSeen(plan, "aa")
+
+
+UP = (READY, seen(FIRST), started(0), started(1), stands(0), stands(1))
+STAYED = (*UP, seen(ENDS), gone(kept=BOTH))
+OVER_THERE = (*STAYED, seen(GOES_ON))
+
+
+def said(state: State) -> NodeStatus:
+    """Return the record that an agent publishes in a state."""
+    records: list[NodeStatus] = []
+    told = SimpleNamespace(start=records.append, publish=records.append)
+    publisher = StatusPublisher(told, NodeStatus("node1", "", 0, 0), show=print, post=print)  # type: ignore[arg-type]
+    publisher.publish(Turn(state, DEADLINE, Nothing(), "", state))
+    return records[-1]
+
+
+def test_a_failure_on_another_node() -> None:
+    """Those that stand here stay, which the record says, and go on as the plan says."""
+    state, (decided,) = after(*UP, seen(ENDS), limits=PAIR)
+    assert decided.action == EndTree(keeps=BOTH)
+    assert decided.reason == "rank 0 on node2 was killed; ranks 1, 2 stay for the next round"
+    assert said(state).state == "running" and not said(state).kept
+    state, (decided,) = after(*STAYED, limits=PAIR)
+    assert decided == Decided(
+        Meet(), "ranks 1, 2 stay for the next round; waiting for the other nodes"
+    )
+    record = said(state)
+    assert (record.state, record.round, record.kept) == ("ended", 0, (0, 1))
+    assert record.survivors == "work" and record.failure is None
+    state, (decided,) = after(*OVER_THERE, limits=PAIR)
+    assert decided.action == StartRound(1, None, 1, BOTH)
+    assert state.goes_on and not state.new and state.kept == {0: 0, 1: 0}
+
+
+def test_the_only_worker_of_a_node() -> None:
+    """Others go on without it; the one that follows it is new, and may be killed as well."""
+    alone = replace(PAIR, nproc=1)
+    plan = replace(FIRST, nodes=(HERE, THERE))
+    history = (READY, seen(plan), started(0), stands(0), ended(0, KILL), gone())
+    state, _ = after(*history, limits=alone)
+    assert (said(state).kept, said(state).survivors) == ((), "wait")
+    again = replace(plan, round=1, anew={"aa": (0,)})
+    history = (*history, seen(again), started(0, 1))
+    state, _ = after(*history, limits=alone)
+    assert state.goes_on and state.new == {0}
+    state, _ = after(*history, ended(0, KILL, 1), gone(1), limits=alone)
+    assert said(state).survivors == "work"
+    state, _ = after(*history, ended(0, 5, 1), gone(1), limits=alone)
+    assert said(state).survivors == ""
+
+
+@pytest.mark.parametrize(
+    "history", [UP[:-1], (*UP, events.PreemptAsked("drain", print)), (*UP, ended(0, 0))]
+)
+def test_a_node_that_cannot_go_on(history: tuple[events.Event, ...]) -> None:
+    """It stops its workers, and its record has those of all nodes started anew."""
+    state, (decided,) = after(*history, seen(ENDS), limits=PAIR)
+    assert isinstance(decided.action, StopWorkers | Hurry) and not state.staying
+    state, _ = after(*history, seen(ENDS), ended(1, -15, stopped=True), gone(), limits=PAIR)
+    assert (said(state).kept, said(state).survivors) == ((), "")
+
+
+@pytest.mark.parametrize(
+    "plan", [ANEW, replace(GOES_ON, anew=None), replace(GOES_ON, nodes=(THERE,))]
+)
+def test_all_are_started_anew(plan: Plan) -> None:
+    """Another node cannot go on, or has gone on without this one: those that stay are stopped."""
+    state, (decided,) = after(*STAYED, seen(plan), limits=PAIR)
+    assert decided.action == StopWorkers(signal.SIGTERM, 5.0)
+    assert decided.reason == f"{plan.reason}; stopping 2 workers, grace 5 s"
+    assert said(state).state == "running" and not said(state).kept
+    ends = [ended(k, -15, stopped=True) for k in (0, 1)]
+    state, _ = after(*STAYED, seen(plan), *ends, gone(), limits=PAIR)
+    assert said(state).survivors == "" and not state.stay
+    again = replace(GOES_ON, anew=None)
+    state, _ = after(*STAYED, seen(ANEW), *ends, gone(), seen(again), limits=PAIR)
+    assert (state.round, state.goes_on, state.kept) == (1, False, {})
+
+
+def test_one_dies_before_the_plan_that_keeps_it_is_known() -> None:
+    """That is the failure of the round, which does not begin here; the other one stays."""
+    history = (*STAYED, ended(1, KILL), seen(GOES_ON), gone(kept=frozenset({0})))
+    state, (decided,) = after(*history, limits=PAIR)
+    assert isinstance(decided.action, Meet)
+    record = said(state)
+    assert (record.state, record.round, record.kept) == ("ended", 1, (0,))
+    assert record.failure is not None
+    assert (record.failure.rank, record.failure.exitcode) == (2, KILL)
+    again = replace(GOES_ON, round=2, anew={"aa": (1,), "bb": (0,)})
+    state, (decided,) = after(*history, seen(again), limits=PAIR)
+    assert decided.action == StartRound(2, None, 1, frozenset({0}))
+
+
+@pytest.mark.parametrize("event", [events.CutOff("no answer"), events.Fenced(0.1)])
+def test_a_node_that_is_cut_off_keeps_nobody(event: events.Event) -> None:
+    """The others may go on without those that stay here."""
+    for history in (STAYED, STAYED[:-1]):
+        state, (decided,) = after(*history, event, limits=PAIR)
+        assert decided.action == EndTree() and not state.stay
+
+
+def test_one_that_has_left_its_loop_is_waited_for_in_vain() -> None:
+    """It ends with 0 before it is in the round: no node is done, and the round has failed."""
+    ends = (ended(0, 0, 0), ended(1, 0, 0), gone(1))
+    state, _ = after(*OVER_THERE, enters(0, 1), enters(1, 1), *ends, limits=PAIR)
+    assert said(state).state == "finished" and said(state).failure is None
+    state, _ = after(*OVER_THERE, enters(0, 1), *ends, limits=PAIR)
+    record = said(state)
+    assert (record.state, record.round, record.survivors) == ("ended", 1, "")
+    assert record.failure is not None
+    assert record.failure.summary == "rank 2 left its loop before it was in the round"

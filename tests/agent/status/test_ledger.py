@@ -124,7 +124,9 @@ def test_workers_that_were_kept_lose_nothing() -> None:
     job.crash(119.0, 1, 0)
     for number, at in ((1, 124.0), (2, 134.0)):
         job.pages = {0: shown(at, 11)}
-        begun = Round(number, 2, checkpoint=Checkpoint("/c", 5, "elaunch"), kept={0: 0})
+        begun = Round(
+            number, 2, checkpoint=Checkpoint("/c", 5, "elaunch"), kept={0: 0}, present=[0]
+        )
         fresh = {"first": None, "hang": None, "round": number}
         job.turn(at, events.DeadlinePassed(), begun, phase=Phase.RUNNING, **fresh)
         job.turn(at, events.WorkerStarted(number, 1, 1, at + 1.0))

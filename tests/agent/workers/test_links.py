@@ -118,11 +118,12 @@ def test_a_worker_that_was_kept_goes_on(agent: Agent) -> None:
     told = [agent.event() for _ in range(4)]
     stands = [events.WorkerStands(0, 0, yes) for yes in (True, False, True)]
     assert told == [events.WorkerListens(0, 0), *stands]
-    agent.links.begin(Round(1, 2, kept={0: 0}))
+    begun = Round(1, 2, kept={0: 0}, slots=[2, 1], present=[0, 2])
+    agent.links.begin(begun)
     assert other.hear() == {}
-    agent.links.enter(0, {"ELAUNCH_ROUND": "1"}, [0])
-    asked = {"op": "enter", "environ": {"ELAUNCH_ROUND": "1"}, "present": [0]}
-    assert worker.hear() == asked
+    agent.links.enter(0, {"ELAUNCH_ROUND": "1"}, begun)
+    asked = {"op": "enter", "environ": {"ELAUNCH_ROUND": "1"}}
+    assert worker.hear() == {**asked, "present": [0, 2], "slots": [2, 1]}
     worker.say(b'{"op": "enters", "round": 1}\n{"op": "entered", "round": 1}\n{"op": "listens"}')
     worker.say(b'{"op": "detach"}\n{"op": "entered", "round": "x"}')
     told = [agent.event() for _ in range(5)]

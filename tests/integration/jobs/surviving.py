@@ -7,7 +7,8 @@ raise there in round 0, ``dies=STEP`` has it die once it has applied that; ``tor
 die there when rank 0 alone has heard what it has for all, and ``admits`` in the step of round 1
 behind which a newcomer is to be admitted; ``break=STEP`` leaves the loop behind it;
 ``bad=STEP.LEAF`` has a loss that is not finite and is left out; ``call`` has all make a call of all
-ranks before the loop, ``loops`` train a second time.
+ranks before the loop, ``loops`` train a second time; ``fails=ROUND`` has who is new in that round
+end with code 5 before the loop.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def train(ctx: elaunch.Context, model: nn.Module, number: int) -> None:
             time.sleep(float(given.get("ms", "0")) / 1000)
     if not loop.preempted:
         assert ctx.distributed.size == int(os.environ["WORLD_SIZE"]), "all are back"
-        assert ctx.distributed.rank == born
+        assert ctx.distributed.rank == int(os.environ["RANK"])
         print(f"rank {born} loop {number} ends after {loop.done} {digest(model)}", flush=True)
 
 
@@ -127,6 +128,8 @@ def main() -> None:
     """Run one rank."""
     with elaunch.init(announce=False) as ctx:
         time.sleep(float(given.get("setup", "0")) if ctx.info.round else 0.0)
+        if given.get("fails") == str(ctx.info.round) and "ELAUNCH_PRESENT" in os.environ:
+            sys.exit(5)
         if "call" in given:
             ctx.distributed.barrier()
         torch.manual_seed(0)

@@ -734,3 +734,64 @@ def test_many_long_names_that_are_lost_at_once_fit_a_plan() -> None:
     step, _ = decide(view, NOW, ELASTIC)
     assert isinstance(step, Publish) and step.plan.losses is not None
     records.encode_plan(step.plan, None, 1, b"")
+
+
+# ── workers that stay ────────────────────────────────────────────────────────────────────────────
+
+DEAD1 = member(1, "ended", 0, failure=FAILURE, failed_at=99.0, kept=(1, 2), survivors="wait")
+STAYS2 = member(2, "ended", 0, kept=(0, 1, 2, 3, 4, 5, 6, 7), survivors="work")
+
+
+def step_of(plan: Plan, *them: Present, **more: Any) -> tuple[Step, str]:
+    """Return the decision about a plan with these members, all of them in its round."""
+    present = {f"a{one.number}": one for one in them}
+    view = View("a1", plan, present, more.pop("absent", {}), round_began=80.0, **more)
+    return decide(view, NOW, TWO)
+
+
+def test_workers_that_stay_are_in_the_next_round() -> None:
+    """The plan names those that are started anew."""
+    step, reason = step_of(ENDING, DEAD1, STAYS2)
+    assert isinstance(step, Publish) and step.plan.phase == "running"
+    assert step.plan.anew == {"a1": (0, 3, 4, 5, 6, 7)}
+    assert step.plan.present == [1, 2, *range(8, 16)]
+    assert step.plan.restarts == 1 and reason.endswith("restart 1 of 3, the other workers go on")
+    only = member(1, "ended", 0, failure=FAILURE, failed_at=99.0, survivors="work")
+    step, _ = step_of(ENDING, only, STAYS2)
+    assert isinstance(step, Publish) and step.plan.anew == {"a1": tuple(range(8))}
+
+
+@pytest.mark.parametrize(
+    ("plan", "them", "more"),
+    [
+        pytest.param(ENDING, (failed(1), STAYS2), {}, id="a node cannot go on"),
+        pytest.param(LOST, (STAYS2,), {"absent": {"a1": Absent("expired", 99.0)}}, id="lost"),
+        pytest.param(ASKED, (END1, STAYS2), {}, id="asked"),
+    ],
+)
+def test_workers_that_stay_are_stopped_before_all_begin_anew(
+    plan: Plan, them: tuple[Present, ...], more: dict[str, Any]
+) -> None:
+    """No round begins while they are there."""
+    step, reason = step_of(plan, *them, **more)
+    assert isinstance(step, Publish) and step.plan.phase == "forming" and step.plan.anew is None
+    assert reason.endswith("; all workers are started anew")
+    step, reason = step_of(step.plan, *them, **more)
+    assert isinstance(step, Wait) and reason == "waiting for node2 (10.0.0.2) to end round 0"
+
+
+def test_nobody_is_left_that_could_stay() -> None:
+    """All are started anew at once."""
+    only = member(1, "ended", 0, failure=FAILURE, failed_at=99.0, survivors="wait")
+    step, _ = step_of(ENDING, only, member(2, "ended", 0, survivors="work"))
+    assert isinstance(step, Publish) and step.plan.phase == "running" and step.plan.anew is None
+
+
+def test_those_that_work_wait_out_a_backoff() -> None:
+    """The plan of the backoff says that they may."""
+    plan = replace(ENDING, crashes=1)
+    new = member(1, "ended", 0, failure=FAILURE, failed_at=99.9, kept=(1,), survivors="work")
+    view = View("a1", plan, {"a1": new, "a2": STAYS2}, {}, round_began=99.0, leads_since=99.9)
+    step, _ = decide(view, NOW, TWO)
+    assert isinstance(step, Publish) and step.plan.phase == "forming"
+    assert step.plan.anew == {"a1": (0, *range(2, 8))}

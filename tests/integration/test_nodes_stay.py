@@ -1,0 +1,195 @@
+"""Ranks that die in ``ctx.train.steps`` on several nodes: the others keep their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from elaunch.runs.directory import RunDir
+from tests.integration import nodes, test_survivors
+from tests.integration.nodes import DEADLINE, Build, over, said
+from tests.integration.test_survivors import JOB, SIZE, expected
+from tests.launching import Launcher, Running, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(600)]
+
+DIED = "rank {} on {} was killed by SIGKILL"
+
+
+class Job(test_survivors.Job):
+    """A job of four ranks on several nodes; ``slots`` says how many each has."""
+
+    def __init__(
+        self,
+        build: Build,
+        backend: str,
+        slots: Sequence[int],
+        *words: str,
+        flags: Sequence[str] = (),
+        most: str = "",
+    ) -> None:
+        self.job = nodes.Job(build, backend, len(slots))
+        self.beside = self.job.share
+        limits = [f"--nnodes={most or len(slots)}", "--max-restarts=200", *flags]
+        env = {**test_survivors.ENV, "BESIDE": str(self.beside)}
+        self.agents: list[Running] = []
+        for number, slot in enumerate(slots, 1):
+            here = [*limits, f"--nproc-per-node={slot}"]
+            self.agents.append(self.job.start(number, here, words, env=env, script=JOB))
+            if number < len(slots):  # node ranks by the order in which they come
+                nodes.wait_until_said(self.agents[-1], "waiting: ")
+
+    def history(self, number: int) -> list[dict[str, Any]]:
+        """Return the rounds that the record of a node has."""
+        state = self.job.machines[number].state / "elaunch" / "runs" / "job"
+        found: list[dict[str, Any]] = RunDir(state).read_state()["history"]  # type: ignore[assignment]
+        return found
+
+    def await_round(self, number: int) -> None:
+        """Wait until a round has begun."""
+        wait_until(lambda: self.history(1)[-1]["round"] >= number, DEADLINE, f"round {number}")
+
+    def end(self, code: int = 0) -> str:
+        """Wait for the end of all agents; return their output."""
+        done = [agent.wait(300) for agent in self.agents]
+        shown = "".join(one.stdout + one.stderr for one in done)
+        assert [one.returncode for one in done] == [code] * len(done), shown
+        return "".join(one.stdout for one in done)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, dict[int, str]]:
+    """Keep what undisturbed runs came to, by their arguments."""
+    return {}
+
+
+def others(*ranks: int) -> list[int]:
+    """Return all ranks but these."""
+    return [rank for rank in range(SIZE) if rank not in ranks]
+
+
+@over("etcd", "c10d")
+def test_the_others_go_on_in_their_processes(
+    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]], backend: str
+) -> None:
+    """A rank of either node is killed: no step is lost or done twice, and no bit differs."""
+    wanted = expected(elaunch, undisturbed, "until=80")
+    place = f"--checkpoint-dir={elaunch.directory / 'ckpts'}"
+    job = Job(cluster, backend, (2, 2), "until=80", "ms=40", "every=auto", flags=[place])
+    job.await_step(5)
+    for number, rank in enumerate((3, 0), 1):
+        pids = job.pids()
+        job.kill(rank)
+        job.await_newcomer(rank, pids[rank])
+        assert [job.pid(other) for other in others(rank)] == [pids[o] for o in others(rank)]
+        assert job.history(1)[number]["kept"] == job.history(2)[number]["kept"] == others(rank)
+    output = job.end()
+    assert job.losses() == wanted
+    assert output.count(f"ends after 80 {wanted[80].split()[1]}") == SIZE
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [2, 1, 1, 2]
+    died = DIED.format(3, "node2")
+    for agent in job.agents:
+        assert f"{died}; restart 1 of 200 since the last progress, the other workers go on" in (
+            "\n".join(said(agent))
+        )
+    assert f"{died}; ranks 0, 1 stay for the next round" in "\n".join(said(job.agents[0]))
+
+
+def test_the_only_rank_of_a_node(
+    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """Others save meanwhile, on fewer nodes; it is the first of all ranks again afterwards."""
+    wanted = expected(elaunch, undisturbed, "until=60")
+    place = elaunch.directory / "ckpts"
+    words = ("until=60", "ms=40", "every=1", "setup=2")
+    job = Job(cluster, "etcd", (1, 2, 1), *words, flags=[f"--checkpoint-dir={place}"])
+    job.await_step(5)
+    pids = job.pids()
+    job.kill(0)
+    job.await_round(1)
+    job.await_step(job.done(1) + 5, (1, 2, 3))
+    assert list(place.glob("step-*.r1"))
+    job.await_newcomer(0, pids[0])
+    assert [job.pid(rank) for rank in (1, 2, 3)] == pids[1:]
+    job.end()
+    assert job.losses() == wanted
+    assert "step-00000060" in elaunch.run(["checkpoints", "ls", place]).stdout
+
+
+@over("c10d", "etcd")
+def test_ranks_of_two_nodes_die_at_once(
+    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]], backend: str
+) -> None:
+    """In one round, or in two; then the only rank of a node with another one's."""
+    wanted = expected(elaunch, undisturbed, "until=80")
+    job = Job(cluster, backend, (2, 1, 1), "until=80", "ms=40")
+    job.await_step(5)
+    for ranks in ((1, 3), (0, 2)):
+        pids = job.pids()
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+        for rank in ranks:
+            job.await_newcomer(rank, pids[rank])
+        assert [job.pid(other) for other in others(*ranks)] == [pids[o] for o in others(*ranks)]
+    job.end()
+    assert job.losses() == wanted
+
+
+def test_a_rank_and_the_agent_that_coordinates(
+    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """Another agent coordinates; with fewer nodes the bits are the same."""
+    wanted = expected(elaunch, undisturbed, "until=40")
+    flags = [f"--checkpoint-dir={elaunch.directory / 'ckpts'}"]
+    words = ("until=40", "ms=40", "every=1")
+    job = Job(cluster, "etcd", (1, 1, 2), *words, flags=flags, most="2:3")
+    job.await_step(5)
+    pids = job.pids()
+    os.kill(pids[3], signal.SIGKILL)
+    os.kill(job.agents[0].pid, signal.SIGKILL)
+    job.agents.pop(0).wait(DEADLINE)
+    output = job.end()
+    assert output.count(f"ends after 40 {wanted[40].split()[1]}") == 3
+
+
+def test_a_script_that_calls_all_ranks_before_begins_anew(cluster: Build) -> None:
+    """A newcomer would be alone in that call: all restart on all nodes."""
+    job = Job(cluster, "c10d", (2, 2), "until=20", "ms=40", "call")
+    job.await_step(5)
+    pids = job.pids()
+    job.kill(3)
+    job.end()
+    assert all(job.pid(rank) != pids[rank] for rank in range(SIZE))
+
+
+def test_a_newcomer_that_cannot_join_has_all_started_anew(
+    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """It ends by itself on one node; the workers that went on on the other are stopped first."""
+    wanted = expected(elaunch, undisturbed, "until=30")
+    flags = [f"--checkpoint-dir={elaunch.directory / 'ckpts'}"]
+    words = ("until=30", "ms=40", "every=1", "setup=1", "fails=1")
+    job = Job(cluster, "etcd", (2, 2), *words, flags=flags)
+    job.await_step(5)
+    pids = job.pids()
+    job.kill(3)
+    output = job.end()
+    assert output.count(f"ends after 30 {wanted[30].split()[1]}") == SIZE
+    assert all(job.pid(rank) != pids[rank] for rank in range(SIZE))
+    stopped = "all workers are started anew; stopping 2 workers, grace 5 s"
+    assert any(stopped in line for line in said(job.agents[0]))
+
+
+def test_the_last_restart_is_used_up(cluster: Build) -> None:
+    """Those that would have stayed are stopped on all nodes."""
+    job = Job(cluster, "etcd", (2, 2), "until=1000", "ms=20", flags=["--max-restarts=1"])
+    job.await_step(3)
+    pids = job.pids()
+    job.kill(1)
+    job.await_newcomer(1, pids[1])
+    job.kill(3)
+    job.end(128 + signal.SIGKILL)
