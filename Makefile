@@ -7,6 +7,7 @@
 #   make gpu     the tests that need a GPU and NCCL
 #   make lint    format, lint, types, size
 #   make check   the same and the fast tests: about a minute
+#   make claims  what README claims, measured beside torchrun: a table of what holds; four minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint
@@ -31,7 +32,7 @@ STAMP := $(MADE)-$(shell cat setup.cfg pyproject.toml constraints.txt | cksum | 
 # No test is a coroutine: anyio's plugin for those would load asyncio in each process of pytest.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:anyio -n 12 --dist worksteal
 
-.PHONY: demo test trials gpu lint check fast bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv ready system newest
+.PHONY: demo test trials gpu lint check fast claims bench bench-cluster bench-checkpoint matrix clients docs pictures size clean venv ready system newest
 
 venv: $(STAMP)
 
@@ -92,6 +93,9 @@ fast: $(STAMP)
 	# Some wait for a moment: a third process uses what two leave of two cores, more would only import.
 	# A module stays whole: the tests of style, above all, would parse everything in each process.
 	$(PYTEST) -n 3 --dist loadfile -q -m "not slow and not ranks and not trial"
+
+claims: $(STAMP)
+	$(BIN)/python scripts/bench/run.py --only claims --repeats 3
 
 bench: $(STAMP)
 	$(BIN)/python scripts/bench/run.py

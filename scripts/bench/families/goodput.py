@@ -9,6 +9,10 @@ its end. The undisturbed run is measured once for each launcher, before its firs
 elaunch runs three times: with ``--checkpoint-dir``; as torchrun does, with a script that saves and
 searches by itself and a launcher that knows nothing of it; and with ``save(every="auto")`` in place
 of a save every 20 steps.
+
+The same again with a script that takes SETUP seconds to set up, as a large model does: restarted by
+either launcher, and in ``ctx.train.steps``, where the other rank continues meanwhile. The share is
+of an undisturbed run of the same script by the same launcher.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ KEY = "goodput"
 OWN = "goodput-own-saves"
 AUTO = "goodput-auto"
 REFERENCE = "goodput-undisturbed"
+RESTARTED, STAYED = "goodput-setup", "goodput-steps"
+SETUP = 3.0
 WORKERS = 2
 SAVE_PERIOD = 1.1
 FIRST_STEP_TIMEOUT = 60.0
@@ -77,6 +83,8 @@ def cases(options: Options) -> list[Case]:
     disturbed = Figure(KEY, "goodput under SIGKILLs", "share", target)
     own = Figure(OWN, "the same, the script saves by itself", "share", target)
     auto = Figure(AUTO, 'the same, save(every="auto")', "share", Target("at_least", 0.985))
+    restarted = Figure(RESTARTED, "goodput under SIGKILLs, 3 s of setup", "share")
+    stayed = Figure(STAYED, "the same, ctx.train.steps", "share", Target("at_least", 0.985))
     once = dict.fromkeys((TORCHRUN, ELAUNCH), 1)
     repeats = dict.fromkeys((TORCHRUN, ELAUNCH), options.repeats)
     return [
@@ -84,6 +92,8 @@ def cases(options: Options) -> list[Case]:
         Case("goodput", "goodput", (disturbed,), _disturbed, repeats),
         Case("goodput", "goodput, own saves", (own,), _own_saves, {ELAUNCH: options.repeats}),
         Case("goodput", "goodput, auto", (auto,), _auto, {ELAUNCH: options.repeats}),
+        Case("goodput", "goodput, setup", (restarted,), _restarted, repeats),
+        Case("goodput", "goodput, steps", (stayed,), _stayed, {ELAUNCH: options.repeats}),
     ]
 
 
@@ -115,6 +125,23 @@ def _auto(trial: Trial) -> Mapping[str, Sample]:
     return {AUTO: _share(trial, told=True, program="steps_auto")}
 
 
+def _restarted(trial: Trial) -> Mapping[str, Sample]:
+    return {RESTARTED: _share_of_own(trial, "steps")}
+
+
+def _stayed(trial: Trial) -> Mapping[str, Sample]:
+    return {STAYED: _share_of_own(trial, "steps_loop")}
+
+
+def _share_of_own(trial: Trial, program: str) -> Sample:
+    """Return the steps under kills over those of an undisturbed run before it."""
+    told = trial.is_elaunch and program == "steps"
+    full, _ = _run(trial, (), told, program=program, setup=SETUP)
+    planned = kills(trial.options, trial.number)
+    steps, detail = _run(trial, planned, told, program=program, setup=SETUP)
+    return Sample(steps / full, str(detail["ended"] or ""), {**detail, "undisturbed": full})
+
+
 def _share(trial: Trial, told: bool, program: str = "steps") -> Sample:
     """Return the steps under kills over those of the undisturbed run."""
     reference = trial.earlier(REFERENCE)
@@ -126,14 +153,19 @@ def _share(trial: Trial, told: bool, program: str = "steps") -> Sample:
 
 
 def _run(
-    trial: Trial, planned: Sequence[Kill], told: bool = False, *, program: str = "steps"
+    trial: Trial,
+    planned: Sequence[Kill],
+    told: bool = False,
+    *,
+    program: str = "steps",
+    setup: float = 0.0,
 ) -> tuple[int, dict[str, Any]]:
     """Run the job for one window; return the step reached and what happened.
 
     ``told`` gives the launcher the directory of the checkpoints.
     """
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(_job(trial, told, program))
+        job = stack.enter_context(_job(trial, told, program, setup))
         begin = _first_step(job)
         missed = [kill.at for kill in planned if not _kill(job, begin, kill)]
         end = begin + trial.options.goodput_window
@@ -154,7 +186,7 @@ def _run(
     return steps, detail
 
 
-def _job(trial: Trial, told: bool, program: str) -> Job:
+def _job(trial: Trial, told: bool, program: str, setup: float) -> Job:
     """Return the job, not started, with checkpoints beside its other files."""
     root = trial.root / f"checkpoints-{trial.launcher.name}-{time.monotonic_ns()}"
     root.mkdir()
@@ -165,7 +197,8 @@ def _job(trial: Trial, told: bool, program: str) -> Job:
         flags += ["--checkpoint-glob", "step_*.pt"]
     elif told:
         flags += ["--preload", IMPORTS]
-    command = trial.launcher.command(program, WORKERS, flags, (str(root),))
+    words = (str(setup),) if program == "steps_loop" else (str(root), str(setup))
+    command = trial.launcher.command(program, WORKERS, flags, words)
     return Job(trial.root, command, trial.launcher.for_restarts)
 
 

@@ -5,7 +5,7 @@ appends ``<time.monotonic()> <step>`` to ``$BENCH_DIR/progress.<round>`` after e
 stamps ``worker`` before its first step. The checkpoint comes from ``ELAUNCH_RESUME_FROM`` where
 that names one, else from the script's own search, as scripts do under torchrun.
 
-Argument: the directory of the checkpoints.
+Arguments: the directory of the checkpoints; seconds that a worker takes to set up, if any.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def save(root: Path, step: int, weights: torch.Tensor) -> None:
 def main() -> None:
     """Run one worker until it is stopped."""
     root = Path(sys.argv[1])
+    time.sleep(float(sys.argv[2]) if sys.argv[2:] else 0.0)
     dist.init_process_group("gloo")
     step, weights = load(root)
     stamp("worker")
