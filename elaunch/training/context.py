@@ -39,7 +39,7 @@ from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint import latest
 from elaunch.training.distributed import DistributedContext, leave_to_the_end
 from elaunch.training.launch import Info, Placement, current, info
-from elaunch.training.metrics.files import FROM_NOTHING
+from elaunch.training.metrics.files import FROM_NOTHING, GOES_ON
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.steps.world import StepsWorld
 from elaunch.training.train import TrainContext
@@ -163,7 +163,7 @@ class Context:
         else:
             self.distributed.open(self._page, options.timeout)
         self.directory = self._own_directory(options)
-        resumed = None
+        resumed = GOES_ON if joins else None
         if not joins and self.info.checkpoint_dir is not None and self.info.launcher == "elaunch":
             # elaunch has looked for checkpoints: without one the script begins anew.
             step = self.info.resume_step

@@ -38,7 +38,7 @@ class TrainContext:
         page: takes progress, status and the newest step; each report is a heartbeat.
         directory: the run directory; None where there is none: metrics are refused then.
         resume_step: step of the checkpoint that this round resumed from, -1 if it began from
-            nothing, None if that is not known.
+            nothing, -2 if it goes on from the round before, None if that is not known.
         chief_only: refuse reports of all ranks but rank 0.
         tensorboard: write files for TensorBoard too: in ``tensorboard/`` of the run directory
             (True), or in a directory of your own.
@@ -150,7 +150,7 @@ class TrainContext:
         if self._parts is None:
             raise ContextError("steps() is a call of elaunch.init()'s context")
         if self._script is None:
-            reports = (self.report_training_metrics, self.report_progress)
+            reports = (self.report_training_metrics, self._newest, self.report_progress)
             self._script = loop.Script(*self._parts, *reports)
         options = refusals.Options(
             dataset=dataset,
@@ -171,6 +171,10 @@ class TrainContext:
             threads=threads,
         )
         return loop.Steps(self._script, state, options)
+
+    def _newest(self) -> int:
+        """Return the newest step whose metrics any rank 0 has written."""
+        return -1 if self._writer is None else self._writer.newest(TRAINING, 0)
 
     def note_step(self, error: BaseException) -> None:
         """Add to an error of the script's in which micro-batch it was raised; the context does."""

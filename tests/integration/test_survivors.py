@@ -120,10 +120,11 @@ def expected(elaunch: Launcher, known: dict[str, dict[int, str]], *words: str) -
     return known[key]
 
 
-def rows(elaunch: Launcher) -> list[int]:
-    """Return the steps whose metrics the run has, in order."""
+def rows(elaunch: Launcher, group: str = "training") -> list[int]:
+    """Return the steps of which the run has metrics of a group, in order."""
     shown = elaunch.run(["metrics", "it", "--json"]).stdout
-    return sorted(int(step) for step in re.findall(r'"steps_completed": ?(\d+)', shown))
+    found = re.findall(rf'"group": ?"{group}", ?"steps_completed": ?(\d+)', shown)
+    return sorted(map(int, found))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -145,6 +146,15 @@ def test_the_others_go_on_in_their_processes(
     assert all(len(job.files(other)) == 1 for other in others)
     assert rows(elaunch) == list(range(1, 61))
     assert job.status()["history"][1]["kept"] == others
+
+
+def test_no_metrics_are_lost_with_rank_0(elaunch: Launcher) -> None:
+    """Neither those of steps that it could not report any more, nor any of another group."""
+    job = Job(elaunch, "until=20", "first=10")
+    job.end()
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [2, 1, 1, 1]
+    assert rows(elaunch) == list(range(1, 21))
+    assert rows(elaunch, "validation") == [0, 0, 5, 10, 15, 20]
 
 
 def test_an_exception_of_one_rank_ends_that_one_alone(

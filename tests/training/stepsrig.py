@@ -48,6 +48,7 @@ class Rig:
             self.preempt,
             lambda: pytest.fail("nothing is saved here"),
             lambda step, metrics: self.reported.append((step, dict(metrics))),
+            lambda: len(self.reported),
             lambda _: None,
         )
         torch.manual_seed(0)

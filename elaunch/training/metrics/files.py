@@ -3,6 +3,7 @@
 A batch is whole lines in one write. The half line of a killed writer is cut off by the next one.
 
 A later round makes rows void: it notes where it began, and readers leave them out (``reading``).
+One in which ranks go on from the round before notes nothing: it does no step again.
 One that resumed from step R does every step beyond R again: rows of
 earlier rounds beyond R are superseded. Where R is not known, it follows from the first report:
 
@@ -32,6 +33,8 @@ TRAINING: Final = "training"
 VALIDATION: Final = "validation"
 FROM_NOTHING: Final = -1
 """The step of a round that is known to have begun without a checkpoint."""
+GOES_ON: Final = -2
+"""The same of one in which ranks go on from the round before: it makes nothing void."""
 
 _KEY: Final = re.compile(
     rb'\{"group":("(?:[^"\\]|\\.)*"),"steps_completed":(\d+),"round":(\d+),"rank":(\d+),"time":'
@@ -56,8 +59,8 @@ class MetricFiles:
         self._resume_step = resume_step
 
     def of(self, round: int) -> MetricFiles:
-        """Return the files for another round, which goes on where its first report says."""
-        return MetricFiles(self._directory, round, None)
+        """Return the files for another round, which goes on from this one."""
+        return MetricFiles(self._directory, round, GOES_ON)
 
     def append(self, lines: bytes, first: dict[str, int]) -> None:
         """Append whole lines; ``first`` is the smallest step of each group in them.
@@ -66,10 +69,24 @@ class MetricFiles:
         of this node writes.
         """
         beginning = Beginning(self._resume_step, first)
+        is_noted = self._noted is not None and self._noted.joined(beginning) == self._noted
         with locked(self._directory / LOCK):
-            if self._noted is None or self._noted.joined(beginning) != self._noted:
+            if not is_noted and self._resume_step != GOES_ON:
                 self._begin(beginning)
             _append(self.path, lines)
+
+    def newest(self, group: str, rank: int) -> int:
+        """Return the step of the last row of a group that a rank has written; -1 for none."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            end, length = file.seek(0, os.SEEK_END), _TAIL
+            while True:
+                start = file.seek(max(0, end - length))
+                keys = map(row_key, file.read().split(b"\n")[start > 0 : -1])
+                steps = [key.step for key in keys if key and (key.group, key.rank) == (group, rank)]
+                if steps or not start:
+                    return steps[-1] if steps else -1
+                length *= 2
+        return -1
 
     def sync(self) -> None:
         """Wait until the disk has the rows; raise OSError for what the disk did not take."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elaunch.errors import ContextError
-from elaunch.training.metrics.files import Beginning, MetricFiles, firsts
+from elaunch.training.metrics.files import GOES_ON, Beginning, MetricFiles, firsts
 from elaunch.training.metrics.rows import Row
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class BoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         begun = Beginning(self._resume_step, firsts((r.group, r.steps_completed) for r in rows))
-        resumed = begun.resumed_step
+        resumed = None if self._resume_step == GOES_ON else begun.resumed_step
         purge = None if resumed is None else resumed + 1
         return SummaryWriter(str(self._directory), purge_step=purge)
 
@@ -174,6 +174,10 @@ class Writer:
         """Write rows of another round from now on, once those of this one are written."""
         self.flush(RETRY_S)
         self._files = self._files.of(round_number)
+
+    def newest(self, group: str, rank: int) -> int:
+        """Return the step of the last row of a group that a rank has written; -1 for none."""
+        return self._files.newest(group, rank)
 
     def close(self, timeout: float) -> None:
         """Write what is left and end the thread; log how many rows were lost, if any.

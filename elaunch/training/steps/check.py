@@ -47,7 +47,10 @@ def drawn(data: StepData, seed: int, size: int) -> dict[int, list[int]]:
 
 
 class BitCheck:
-    """The leaves of one step that are computed twice, and their digests; none if not ``on``."""
+    """The leaves of one step that are computed twice, and their digests; none if not ``on``.
+
+    ``name`` is this rank's number in the job: those in the ``group`` change.
+    """
 
     def __init__(
         self,
@@ -55,9 +58,10 @@ class BitCheck:
         seed: int,
         parameters: Sequence[torch.Tensor],
         on: bool,
+        name: int,
         group: Group | None,
     ) -> None:
-        self._parameters, self._group = parameters, group
+        self._parameters, self._name, self._group = parameters, name, group
         self._rank, size = (0, 1) if group is None else (group.rank, group.size)
         self._others = drawn(data, seed, size) if on else {}
         self._seconds = {leaf: ranks[:1] for leaf, ranks in self._others.items()}
@@ -92,13 +96,13 @@ class BitCheck:
         """
         if not self._others:
             return {}
-        content = json.dumps([socket.gethostname(), self._own]).encode()
+        content = json.dumps([self._name, socket.gethostname(), self._own]).encode()
         everyone = [content] if self._group is None else self._group.allgather(content)
         computed, first_time = self._earlier, not self._earlier
         self._own, self._earlier = [], {}
-        for rank, (host, digests) in enumerate(map(json.loads, everyone)):
+        for name, host, digests in map(json.loads, everyone):
             for leaf, digest in digests:
-                computed.setdefault(leaf, []).append((digest, rank, host))
+                computed.setdefault(leaf, []).append((digest, name, host))
         differ = {leaf: of for leaf, of in computed.items() if len({one for one, *_ in of}) > 1}
         if differ and first_time:
             self._earlier = differ

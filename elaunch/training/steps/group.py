@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -24,8 +25,8 @@ from elaunch.errors import ContextError, PeerLost
 from elaunch.training.distributed import DistributedContext
 
 CONNECT_S: Final = 10.0
-"""Seconds for the ranks, which have just met, to connect: gloo's wait for one that has died since
-cannot be cut."""
+"""Seconds for the ranks, which have just met, to reach the store again, and each other: gloo's wait
+for one that has died since cannot be cut."""
 _TEXTS: Final = 0
 """The tag of what :meth:`Group.allgather` sends; those of tensors are above it."""
 
@@ -40,9 +41,9 @@ class _Work(Protocol):
 class Message:
     """One message that is under way."""
 
-    def __init__(self, work: _Work, rank: int, patience: timedelta) -> None:
+    def __init__(self, work: _Work, name: int, patience: timedelta) -> None:
         self._work = work
-        self._rank = rank
+        self._name = name
         self._patience = patience
 
     def wait(self) -> None:
@@ -50,26 +51,28 @@ class Message:
         try:
             self._work.wait(self._patience)
         except RuntimeError as error:
-            raise _lost(self._rank, error) from error
+            raise _lost(self._name, error) from error
 
 
 class Group:
     """This rank's connections to the others; one thread uses it.
 
-    Every call raises PeerLost when the other rank is lost, or takes longer than the timeout.
+    ``names`` are the numbers in the job of all, in order, for errors that name them. Every call
+    raises PeerLost when the other rank is lost, or takes longer than the timeout.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, patience: timedelta, name: str = "own"
+        self, store: dist.Store, rank: int, names: Sequence[int], patience: timedelta, key: str
     ) -> None:
         self.rank = rank
-        self.size = size
+        self.size = size = len(names)
+        self.names = names
         self.others: Sequence[int] = [(rank + n) % size for n in range(1, size)]
         """Each rank begins with the next one, so that not all send to one rank first."""
         self._place = {"rank": rank, "world_size": size, "timeout": patience}
         self._store = store
         self._patience = patience
-        own, soon = dist.PrefixStore(name, store), min(patience, timedelta(seconds=CONNECT_S))
+        own, soon = dist.PrefixStore(key, store), min(patience, timedelta(seconds=CONNECT_S))
         self._backend = dist.ProcessGroupGloo(own, rank, size, soon)
         self._made_default = False
 
@@ -78,8 +81,8 @@ class Group:
         if len(ranks) == 1:
             return None
         try:
-            name = f"among {ranks}"
-            return Group(self._store, ranks.index(self.rank), len(ranks), self._patience, name)
+            names, key = [self.names[rank] for rank in ranks], f"among {ranks}"
+            return Group(self._store, ranks.index(self.rank), names, self._patience, key)
         except RuntimeError as error:
             raise _unconnected(error) from error
 
@@ -101,17 +104,19 @@ class Group:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to send a contiguous tensor, which stays as it is until that is done."""
+        name = self.names[rank]
         try:
-            return Message(self._backend.send([tensor], rank, tag), rank, self._patience)
+            return Message(self._backend.send([tensor], rank, tag), name, self._patience)
         except RuntimeError as error:
-            raise _lost(rank, error) from error
+            raise _lost(name, error) from error
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to receive into a contiguous tensor, which is as large as what is sent."""
+        name = self.names[rank]
         try:
-            return Message(self._backend.recv([tensor], rank, tag), rank, self._patience)
+            return Message(self._backend.recv([tensor], rank, tag), name, self._patience)
         except RuntimeError as error:
-            raise _lost(rank, error) from error
+            raise _lost(name, error) from error
 
     def allgather(self, content: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in the order of the ranks; all of them call it."""
@@ -149,10 +154,12 @@ class Group:
         return found
 
 
-def connect(distributed: DistributedContext) -> Group | None:
+def connect(distributed: DistributedContext, names: Sequence[int]) -> Group | None:
     """Connect this rank with all others; None for a job of one. ALL ranks call it together.
 
-    Raises PeerLost where they cannot be reached, ContextError if torch was built without gloo.
+    ``names``: as for :class:`Group`. Raises PeerLost where they cannot be reached,
+    CollectiveTimeout where their store does not answer, ContextError if torch was built without
+    gloo.
     """
     if distributed.size == 1:
         return None
@@ -161,10 +168,13 @@ def connect(distributed: DistributedContext) -> Group | None:
     distributed.open()
     patience = timedelta(seconds=distributed.timeout)
     host, port = distributed.placement.store or ("", 0)
+    # torch waits without end for a store that takes connections and says nothing.
+    distributed.round_store.connect(time.monotonic() + CONNECT_S).close()
     try:
-        store = dist.TCPStore(host, port, None, False, patience)
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S))
+        store.set_timeout(patience)
         own = dist.PrefixStore(f"{distributed.round_store.prefix}steps", store)
-        return Group(own, distributed.rank, distributed.size, patience)
+        return Group(own, distributed.rank, names, patience, "own")
     except RuntimeError as error:
         raise _unconnected(error) from error
 
@@ -191,11 +201,15 @@ class Sockets:
     def cut(self) -> None:
         """Shut them down: whoever waits for them gets an error."""
         for descriptor, inode in _sockets() - self._before if self._made is None else self._made:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                is_it = os.fstat(one.fileno()).st_ino == inode
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_it and is_tcp and one.getpeername():
-                    one.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                own = os.dup(descriptor)
+                if os.fstat(own).st_ino != inode:  # closed since, and another file's by now
+                    os.close(own)
+                    continue
+                with socket.socket(fileno=own) as one:
+                    is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and one.getpeername():
+                        one.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> frozenset[tuple[int, int]]:
@@ -213,8 +227,8 @@ def _unconnected(error: RuntimeError) -> PeerLost:
     return PeerLost(f"the ranks cannot connect for steps(): {_first_line(error)}")
 
 
-def _lost(rank: int, error: RuntimeError) -> PeerLost:
-    return PeerLost(f"steps(): rank {rank} is lost: {_first_line(error)}", (rank,))
+def _lost(name: int, error: RuntimeError) -> PeerLost:
+    return PeerLost(f"steps(): rank {name} is lost: {_first_line(error)}", (name,))
 
 
 def _first_line(error: RuntimeError) -> str:

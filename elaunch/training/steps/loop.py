@@ -30,14 +30,7 @@ import torch
 
 from elaunch.checkpoint.records import Keep
 from elaunch.env import CHECKPOINT_KEEP
-from elaunch.errors import (
-    CheckpointError,
-    CollectiveError,
-    ContextError,
-    ElaunchError,
-    PeerLost,
-    SaveError,
-)
+from elaunch.errors import CheckpointError, CollectiveError, ContextError, ElaunchError, SaveError
 from elaunch.training.preempt.preempt import PreemptContext
 from elaunch.training.steps import refusals
 from elaunch.training.steps.feed import LeafFeed
@@ -74,6 +67,8 @@ class Script:
     preempt: PreemptContext
     checkpoint: Callable[[], Any]
     report: Callable[[int, Mapping[str, Any]], None]
+    written: Callable[[], int]
+    """Returns the newest step whose metrics are written."""
     progress: Callable[[float], None]
     loops: int = 0
     """How many loops were made."""
@@ -319,11 +314,11 @@ class Steps:
             return False
         return True
 
-    def _survive(self, error: PeerLost) -> None:
+    def _survive(self, error: Exception) -> None:
         """Go on in mid-step without a rank that was lost; raise ``error`` if that cannot be."""
         self._reform(error, self.done + 1)
 
-    def _reform(self, error: ElaunchError, calls: int) -> None:
+    def _reform(self, error: Exception, calls: int) -> None:
         """Go on without ranks that were lost; ``calls`` of should_preempt() were made."""
         script, world = self._script, self._script.world
         saves, was_first = self._options.save_every is not None, world.ranks.rank == 0
@@ -339,8 +334,10 @@ class Steps:
         lost = world.spans_nodes or len({one.saved for one in found}) > 1
         self._saved = None if lost else self._saved
         if world.ranks.rank == 0 and not was_first:
+            written = script.written()
             for total, metrics in script.recent:
-                script.report(total, metrics)
+                if total > written:
+                    script.report(total, metrics)
         self._is_grouped = False
         position = self._progress.position
         if script.step is not None:  # its micro-batches are given out again

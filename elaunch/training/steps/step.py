@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from elaunch import text
-from elaunch.errors import BitsDifferError, ContextError, NotFiniteError, PeerLost
+from elaunch.errors import BitsDifferError, CollectiveError, ContextError, NotFiniteError
 from elaunch.training.steps.check import BitCheck
 from elaunch.training.steps.feed import LeafFeed
 from elaunch.training.steps.gradients import Gradients
@@ -76,7 +76,7 @@ class Step:
         gradients: Gradients,
         world: StepsWorld,
         optimizers: Sequence[Optimizer],
-        survive: Callable[[PeerLost], None],
+        survive: Callable[[Exception], None],
         rules: Options,
     ) -> None:
         self.number, self.epoch, self.is_last_of_epoch = data.number, data.epoch, data.is_last
@@ -91,7 +91,7 @@ class Step:
         self._survive, self._warns = survive, rules.check == "warn"
         self._skips = rules.on_bad_batch == "skip"
         seed, checks = order.seed, bool(rules.check)
-        self._checking = partial(BitCheck, data, seed, gradients.parameters, checks)
+        self._checking = partial(BitCheck, data, seed, gradients.parameters, checks, world.name)
         self._check = self._checking(world.group)
         places = (order.places(data, leaf) for leaf in range(data.leaves))
         self._weights = [len(place) / order.micro_batch for place in places]
@@ -126,7 +126,7 @@ class Step:
             again = True
             try:
                 self._is_summed = self._sum_up()
-            except PeerLost as error:
+            except (CollectiveError, ContextError) as error:
                 self._survive(error)
                 self._checks = False
                 self._check = self._checking(self._world.group)

@@ -47,8 +47,8 @@ from elaunch.training.stores.roundstore import ANSWER_S, RoundStore, StoreConnec
 if TYPE_CHECKING:
     from elaunch.training.steps.group import Group, Sockets
 
-ENTRY_S: Final = 10.0
-"""Seconds for the agent to begin another round after a rank was lost."""
+ENTRY_S: Final = 60.0
+"""Seconds for the agent to begin another round after a rank was lost: the machine may be busy."""
 MOMENT_S: Final = 1.0
 """Seconds of a wait at a loop's end from one answer to whether to end to the next."""
 
@@ -111,6 +111,11 @@ class StepsWorld:
         self.joins = self._can_stand and bool(os.environ.get(env.PRESENT))
         if link is not None:
             link.on_entry = self.cut
+
+    @property
+    def name(self) -> int:
+        """This rank's number in the job."""
+        return self._job.rank
 
     @property
     def missing(self) -> list[int]:
@@ -183,6 +188,10 @@ class StepsWorld:
         link = self._link
         while self._stands and link is not None:
             entry = link.take_entry(seconds)
+            if entry is None and isinstance(error, CollectiveError):
+                why = link.problem or f"it has said nothing for {seconds:g} s"
+                what = f"{error}; this node's agent has begun no other round: {why}"
+                raise PeerLost(what, error.missing) from error
             if entry is None:
                 break
             try:
@@ -330,7 +339,7 @@ class StepsWorld:
 
         self._sockets = group.Sockets()
         self.check()
-        self.group = self._whole = group.connect(self.ranks)
+        self.group = self._whole = group.connect(self.ranks, self.present)
         if self._saves and self._whole is not None:
             self._whole.provide_default()
         self._sockets.finish()

@@ -3,12 +3,13 @@
 It appends ``<step> <loss> <digest of the weights>`` to ``applied-<rank>-<pid>`` in the directory
 ``BESIDE``. Arguments, as ``name=value``: ``until``, ``every`` (of saves), ``ms`` (that a step
 takes), ``setup`` (seconds before the loop), ``workers`` (of the loader); ``raise=STEP`` has rank 2
-raise there in round 0, ``dies=STEP`` has it die once it has applied that; ``torn=STEP`` has rank 3
-die there when rank 0 alone has heard what it has for all, and ``admits`` in the step of round 1
-behind which a newcomer is to be admitted; ``break=STEP`` leaves the loop behind it;
-``bad=STEP.LEAF`` has a loss that is not finite and is left out; ``call`` has all make a call of all
-ranks before the loop, ``loops`` train a second time; ``fails=ROUND`` has who is new in that round
-end with code 5 before the loop.
+raise there in round 0, ``dies=STEP`` has it die once it has applied that, and ``first=STEP`` has
+rank 0, which then reports metrics of validation, too: before the loop, and in every 5th step;
+``torn=STEP`` has rank 3 die there when rank 0 alone has heard what it has for all, and ``admits``
+in the step of round 1 behind which a newcomer is to be admitted; ``break=STEP`` leaves the loop
+behind it; ``bad=STEP.LEAF`` has a loss that is not finite and is left out; ``call`` has all make a
+call of all ranks before the loop, ``loops`` train a second time; ``fails=ROUND`` has who is new in
+that round end with code 5 before the loop.
 """
 
 from __future__ import annotations
@@ -113,7 +114,11 @@ def train(ctx: elaunch.Context, model: nn.Module, number: int) -> None:
             schedule.step()
             done = step.number + number * int(given.get("until", "30"))
             print(f"{done} {step.loss!r} {digest(model)}", file=applied)
-            if given.get("dies") == str(step.number) and born == 2 and not ctx.info.round:
+            if "first" in given and not (ctx.distributed.rank or step.number % 5):
+                ctx.train.report_validation_metrics(step.number, {"right": 0.5})
+                ctx.train.flush()
+            dies = given.get({0: "first", 2: "dies"}.get(born, ""))
+            if dies == str(step.number) and not ctx.info.round:
                 os.kill(os.getpid(), signal.SIGKILL)
             if given.get("break") == str(step.number):
                 return
@@ -132,6 +137,8 @@ def main() -> None:
             sys.exit(5)
         if "call" in given:
             ctx.distributed.barrier()
+        if "first" in given and ctx.distributed.rank == 0:
+            ctx.train.report_validation_metrics(0, {"right": 0.1})
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 1))
         for number in range(2 if "loops" in given else 1):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elaunch.errors import BitsDifferError
-from elaunch.training.steps.check import drawn
+from elaunch.training.steps.check import BitCheck, drawn
 from elaunch.training.steps.order import StepData
 from elaunch.training.steps.tree import leaves_of
 from tests.training.stepsrig import Rig
@@ -52,6 +52,18 @@ def train(rig: Rig, check: bool | str, wrong: int) -> list[int | None]:
         step.apply(rig.optimizer)
         assert step.metrics["rows"] == 1.0
     return given
+
+
+def test_a_rank_is_named_by_its_number_in_the_job() -> None:
+    """It may be the only one that is left."""
+    step, weight = StepData(1, 0, 0, LEAVES, LEAVES, False), nn.Parameter(torch.ones(1))
+    check = BitCheck(step, 7, [weight], True, 3, None)
+    for number in range(4):  # twice, and as often again
+        for leaf in check.second():
+            loss = (weight * (1 + number)).sum()
+            check.compute(leaf, loss, loss.backward)
+        found = check.differing() if number % 2 else {}
+    assert found and all("rank 3 (host " in who for who in found.values())
 
 
 def test_a_leaf_is_given_out_twice(rig: Rig) -> None:

@@ -62,7 +62,7 @@ def run(host: StoreHost, size: int, count: int, steps: int = 2) -> list[list[Any
 
     def work(rank: int) -> list[Any]:
         ranks = DistributedContext.of(host.place(rank, size, job=job))
-        group = connect(ranks)
+        group = connect(ranks, range(ranks.size))
         net = model()
         sums = Gradients(list(net.parameters()), group)
         for step in range(steps):
@@ -132,7 +132,7 @@ def test_a_lost_rank_is_named(host: StoreHost) -> None:
 
     def work(rank: int) -> list[bytes] | None:
         ranks = DistributedContext.of(host.place(rank, 2, job=job))
-        group = connect(ranks)
+        group = connect(ranks, range(ranks.size))
         assert isinstance(group, Group)
         group.allgather(b"")
         if rank == 0:
@@ -151,7 +151,7 @@ def test_bytes_of_different_lengths_are_gathered(host: StoreHost) -> None:
     job = uuid.uuid4().hex
 
     def work(rank: int) -> list[bytes]:
-        group = connect(DistributedContext.of(host.place(rank, 3, job=job)))
+        group = connect(DistributedContext.of(host.place(rank, 3, job=job)), range(3))
         assert isinstance(group, Group)
         return group.allgather(b"x" * (1000 * rank))
 
@@ -166,7 +166,7 @@ def test_two_gradients_in_one_backward_are_refused(host: StoreHost) -> None:
     job = uuid.uuid4().hex
 
     def work(rank: int) -> None:
-        group = connect(DistributedContext.of(host.place(rank, 2, job=job)))
+        group = connect(DistributedContext.of(host.place(rank, 2, job=job)), range(2))
         layer = nn.Linear(3, 3)
         sums = Gradients(list(layer.parameters()), group)
         sums.begin(2, 2.0)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elaunch.errors import CheckpointError, PeerLost
+from elaunch.errors import CheckpointError, CollectiveTimeout, PeerLost
+from elaunch.training.agentlink import AgentLink
 from elaunch.training.checkpoint.dcp import transfer
 from elaunch.training.distributed import DistributedContext
 from elaunch.training.steps.gradients import Gradients
 from elaunch.training.steps.group import Group, Sockets, connect
 from elaunch.training.steps.world import Standing, StepsWorld
+from elaunch.wire.progress import ProgressPage
+from tests.launching import wait_until
+from tests.training.agentend import Agent
 from tests.training.rankrig import PATIENCE, StoreHost, in_threads
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -32,14 +42,14 @@ def host() -> Iterator[StoreHost]:
     yield StoreHost()
 
 
-def groups(host: StoreHost, size: int) -> list[Group]:
+def groups(host: StoreHost, size: int, names: Sequence[int] = range(9)) -> list[Group]:
     """Return a group of each rank, in threads."""
     job = uuid.uuid4().hex
 
     def work(rank: int) -> Group:
         ranks = DistributedContext.of(host.place(rank, size, job=job))
         ranks.open(timeout=PATIENCE)
-        made = connect(ranks)
+        made = connect(ranks, names[:size])
         assert made is not None
         return made
 
@@ -65,6 +75,26 @@ def test_a_rank_that_waits_is_woken(host: StoreHost) -> None:
         assert other.get("k") == b"v"
 
 
+def test_a_cut_leaves_no_descriptors(host: StoreHost) -> None:
+    """Of connections that were closed since: files have theirs."""
+    sockets, made = Sockets(), groups(host, 2)
+    sockets.finish()
+    before = descriptors()
+    made.clear()
+    wait_until(lambda: descriptors() < before, what="the connections are closed")
+    with ExitStack() as stack:
+        for _ in range(before):
+            stack.enter_context(open(os.devnull))
+        before = descriptors()
+        sockets.cut()
+        assert descriptors() == before
+
+
+def descriptors() -> int:
+    """Return how many this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_some_of_a_group_are_one_of_their_own(host: StoreHost) -> None:
     """One alone needs none."""
     made = groups(host, 3)
@@ -76,6 +106,69 @@ def test_some_of_a_group_are_one_of_their_own(host: StoreHost) -> None:
         return part.allgather(bytes([number]))
 
     assert in_threads(range(2), work).all() == [[b"\0", b"\1"]] * 2
+
+
+def test_a_rank_is_named_by_its_number_in_the_job(host: StoreHost) -> None:
+    """Also in a group of some: the log has no other number of it."""
+    made = groups(host, 3, (1, 4, 7))
+    part = in_threads(range(2), lambda number: made[1 + number].among([1, 2])).all()
+    lost, others = [made.pop(), part.pop()], [made[1], part[0]]
+    messages = [other.receive(torch.empty(5), len(other.names) - 1, 7) for other in others]
+    del lost
+    for message in messages:
+        with pytest.raises(PeerLost, match="rank 7 is lost") as raised:
+            message.wait()
+        assert raised.value.missing == (7,)
+
+
+def test_a_store_that_does_not_answer_is_named(host: StoreHost) -> None:
+    """The ranks have met in it just before: it is not waited for as a slow rank is."""
+    code = (
+        "import time; from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
+        "print(store.port, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        where = ("127.0.0.1", int(process.stdout.readline()))
+
+        def work(rank: int) -> DistributedContext:
+            place = host.place(rank, 2, job="silent")._replace(store=where)
+            ranks = DistributedContext.of(place)
+            ranks.open(timeout=10 * PATIENCE)
+            return ranks
+
+        first, _ = in_threads(range(2), work).all()
+        process.send_signal(signal.SIGSTOP)
+        where_it_is = f"cannot reach the round's TCPStore at 127.0.0.1:{where[1]}: it accepts"
+        with pytest.raises(CollectiveTimeout, match=where_it_is):
+            connect(first, range(2))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_agent_that_begins_no_other_round_is_named(host: StoreHost, tmp_path: Path) -> None:
+    """Beside the rank that was lost: it may be frozen, or have ended."""
+    agent, page = Agent(tmp_path / "agent.sock"), ProgressPage()
+    place = host.place(0, 2)._replace(launcher="elaunch")
+    link = AgentLink(agent.path, page, place)
+    world = StepsWorld(DistributedContext.of(place), link, lambda *_: pytest.fail("it moves"))
+    link.start()
+    agent.accept()
+    world.stand(True)
+    assert agent.hear() == {"op": "stands", "stands": True}
+    lost = PeerLost("steps(): rank 1 is lost: closed", (1,))
+    begun_no = "rank 1 is lost: closed; this node's agent has begun no other round: it has"
+    with pytest.raises(PeerLost, match=f"{begun_no} said nothing for 0.1 s") as raised:
+        world.reform(lost, 1, Standing(1), 0.1)
+    assert raised.value.missing == (1,)
+    agent.end()
+    with pytest.raises(PeerLost, match=f"{begun_no} closed the connection"):
+        world.reform(lost, 1, Standing(1))
+    link.close()
+    page.close()
 
 
 def state(seed: int) -> dict[str, Any]:
