@@ -122,7 +122,11 @@ def expected(elaunch: Launcher, known: dict[str, dict[int, str]], *words: str) -
 
 def rows(elaunch: Launcher) -> list[int]:
     """Return the steps whose metrics the run has, in order."""
-    shown = elaunch.run(["metrics", "it", "--json"]).stdout
+    return steps_in(elaunch.run(["metrics", "it", "--json"]).stdout)
+
+
+def steps_in(shown: str) -> list[int]:
+    """Return the steps of the rows that are shown, in order."""
     return sorted(int(step) for step in re.findall(r'"steps_completed": ?(\d+)', shown))
 
 

@@ -47,8 +47,8 @@ from elaunch.training.stores.roundstore import ANSWER_S, RoundStore, StoreConnec
 if TYPE_CHECKING:
     from elaunch.training.steps.group import Group, Sockets
 
-ENTRY_S: Final = 10.0
-"""Seconds for the agent to begin another round after a rank was lost."""
+ENTRY_S: Final = 60.0
+"""Seconds for the agents to begin another round after a rank was lost."""
 
 log = logging.getLogger("elaunch")
 
