@@ -59,11 +59,11 @@ def test_a_run_id_that_is_none(run_id: str) -> None:
 def test_records_with_numbers_that_are_none(value: str) -> None:
     """They are refused in words, whichever field it is."""
     for name in NodeStatus.__struct_fields__:
-        raw = f'{{"elaunch":2,"kind":"agent","host":"h","{name}":{value}}}'.encode()
+        raw = f'{{"elaunch":3,"kind":"agent","host":"h","{name}":{value}}}'.encode()
         with pytest.raises(RecordError, match="the record of a1 is refused"):
             decode_agent(raw, None, "a1")
     failure = f'{{"rank": 1, "exitcode": 1, "age": {value}}}'
-    raw = f'{{"elaunch":2,"kind":"agent","failure":{failure}}}'.encode()
+    raw = f'{{"elaunch":3,"kind":"agent","failure":{failure}}}'.encode()
     with pytest.raises(RecordError, match="the record of a1 is refused"):
         decode_agent(raw, None, "a1")
 

@@ -12,7 +12,7 @@ import pytest
 from elaunch.runs.directory import RunDir
 from tests.integration import nodes, test_survivors
 from tests.integration.nodes import DEADLINE, Build, over, said
-from tests.integration.test_survivors import JOB, SIZE, expected
+from tests.integration.test_survivors import JOB, SIZE, expected, steps_in
 from tests.launching import Launcher, Running, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -74,7 +74,7 @@ def others(*ranks: int) -> list[int]:
 
 @over("etcd", "c10d")
 def test_the_others_go_on_in_their_processes(
-    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]], backend: str
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]], backend: str
 ) -> None:
     """A rank of either node is killed: no step is lost or done twice, and no bit differs."""
     wanted = expected(elaunch, undisturbed, "until=80")
@@ -100,7 +100,7 @@ def test_the_others_go_on_in_their_processes(
 
 
 def test_the_only_rank_of_a_node(
-    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
 ) -> None:
     """Others save meanwhile, on fewer nodes; it is the first of all ranks again afterwards."""
     wanted = expected(elaunch, undisturbed, "until=60")
@@ -118,11 +118,13 @@ def test_the_only_rank_of_a_node(
     job.end()
     assert job.losses() == wanted
     assert "step-00000060" in elaunch.run(["checkpoints", "ls", place]).stdout
+    shown = job.job.machines[1].elaunch(["metrics", "job", "--json"]).wait(DEADLINE).stdout
+    assert steps_in(shown) == list(range(1, 61))
 
 
 @over("c10d", "etcd")
 def test_ranks_of_two_nodes_die_at_once(
-    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]], backend: str
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]], backend: str
 ) -> None:
     """In one round, or in two; then the only rank of a node with another one's."""
     wanted = expected(elaunch, undisturbed, "until=80")
@@ -140,7 +142,7 @@ def test_ranks_of_two_nodes_die_at_once(
 
 
 def test_a_rank_and_the_agent_that_coordinates(
-    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
 ) -> None:
     """Another agent coordinates; with fewer nodes the bits are the same."""
     wanted = expected(elaunch, undisturbed, "until=40")
@@ -167,7 +169,7 @@ def test_a_script_that_calls_all_ranks_before_begins_anew(cluster: Build) -> Non
 
 
 def test_a_newcomer_that_cannot_join_has_all_started_anew(
-    cluster: Build, elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
 ) -> None:
     """It ends by itself on one node; the workers that went on on the other are stopped first."""
     wanted = expected(elaunch, undisturbed, "until=30")

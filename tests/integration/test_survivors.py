@@ -122,7 +122,11 @@ def expected(elaunch: Launcher, known: dict[str, dict[int, str]], *words: str) -
 
 def rows(elaunch: Launcher, group: str = "training") -> list[int]:
     """Return the steps of which the run has metrics of a group, in order."""
-    shown = elaunch.run(["metrics", "it", "--json"]).stdout
+    return steps_in(elaunch.run(["metrics", "it", "--json"]).stdout, group)
+
+
+def steps_in(shown: str, group: str = "training") -> list[int]:
+    """Return the steps of a group's rows that are shown, in order."""
     found = re.findall(rf'"group": ?"{group}", ?"steps_completed": ?(\d+)', shown)
     return sorted(map(int, found))
 

@@ -131,8 +131,8 @@ def read(raw: bytes, plan: bool, secret: bytes | None = None) -> None:
 
 @given(st.binary(max_size=200), SECRETS)
 @example(b"[" * 60_000, None)
-@example(b'{"elaunch":2,"kind":"agent","port":' + b"1" * 5000 + b"}", None)
-@example('{"elaunch":2}'.encode("utf-16"), None)
+@example(b'{"elaunch":3,"kind":"agent","port":' + b"1" * 5000 + b"}", None)
+@example('{"elaunch":3}'.encode("utf-16"), None)
 def test_any_bytes_are_refused(raw: bytes, secret: bytes | None) -> None:
     """With a RecordError that names the sender, and nothing else."""
     for plan in (False, True):
@@ -176,7 +176,7 @@ def spoil(**said: Any) -> bytes:
         (spoil(state="dead"), None, "its state is 'dead': invalid enum value 'dead'"),
         (spoil(extra=1), None, "object contains unknown field extra"),
         (spoil(**{"\x1b" * 90: 1}), None, "object contains unknown field \\x1b"),
-        (spoil(elaunch=3), None, "it is of version 3, this agent reads 2"),
+        (spoil(elaunch=2), None, "it is of version 2, this agent reads 3"),
         (spoil(kind="plan"), None, "it is of the kind 'plan', not 'agent'"),
         (spoil(failure={"rank": 1}), None, "its failure is {'rank': 1}: object missing required"),
         (spoil(failure={"rank": 1, "exitcode": 1, "x": 1}), None, "its failure is {'rank': 1, "),
@@ -186,7 +186,7 @@ def spoil(**said: Any) -> bytes:
         (spoil(facts={"a\x1b": ""}), None, "its facts is 'a\\x1b', not one line"),
         (spoil(facts={str(n): "" for n in range(101)}), None, "its facts is {'0': ''"),
         (spoil(note="\ud800"), None, "it is not JSON (DecodeError)"),
-        (b'{"elaunch":2,"kind":"agent","host":"h"}', None, "object missing required field addr"),
+        (b'{"elaunch":3,"kind":"agent","host":"h"}', None, "object missing required field addr"),
         (b'{"a":1}', None, "it is no record of elaunch"),
         (b"\x80\x04K\x01.", None, "it is not JSON"),
         (spoil(note="x" * 70_000), None, "bytes, more than 65,536"),
@@ -287,7 +287,7 @@ def replace_nodes(post: Post, nodes: bytes) -> Post:
     return Post(post.version, post.value, nodes)
 
 
-@pytest.mark.parametrize(("plan", "version", "reads"), [(True, 1, 3), (True, 2, 3), (False, 1, 2)])
+@pytest.mark.parametrize(("plan", "version", "reads"), [(True, 1, 4), (True, 3, 4), (False, 2, 3)])
 def test_a_record_of_another_version_is_refused(plan: bool, version: int, reads: int) -> None:
     """Before any of its fields is looked at; the sentence says what to do."""
     raw = json.dumps({"elaunch": version, "kind": "plan" if plan else "agent", "port": 1})

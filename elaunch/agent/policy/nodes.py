@@ -67,17 +67,17 @@ def _missed(state: State) -> bool:
     plan = state.plan
     if plan is None or plan.phase == "over" or plan.node_rank(state.name) is None:
         return False
-    if plan.phase == "running":
-        return bool(missing(state))
     if state.phase not in (Phase.STARTING, Phase.MEETING):
         return False
+    if plan.phase == "running":
+        return bool(missing(state))
     return state.member != state.name or state.round < plan.round
 
 
 def missing(state: State) -> frozenset[int]:
     """Return the workers that have ended before the round began which was to keep them."""
     plan = state.plan
-    if plan is None or state.phase is not Phase.MEETING or plan.round <= state.round:
+    if plan is None or plan.round <= state.round:
         return frozenset()
     return plan.keeps(state.name, state.limits.nproc) - state.stay
 
@@ -118,7 +118,7 @@ def at_rest(state: State, what: str) -> Decision:
         if state.lost_save and not plan.exit_code:
             return Finish(CheckpointError.exit_code), LOST
         return Finish(plan.exit_code or 0), plan.reason + unused
-    if plan is not None and state.stay and _begins_anew(state, plan):
+    if plan is not None and _stays_in_vain(state, plan):
         grace, others = state.limits.sibling_grace, workers(len(state.stay))
         why = f"{plan.reason}; stopping {others}, grace {grace:g} s"
         return StopWorkers(signal.SIGTERM, grace), why
@@ -169,8 +169,10 @@ def _begins(state: State, plan: Plan) -> bool:
     return state.member != state.name or plan.round > state.round
 
 
-def _begins_anew(state: State, plan: Plan) -> bool:
-    """Whether the next round has none of the workers that stay for it."""
+def _stays_in_vain(state: State, plan: Plan) -> bool:
+    """Whether workers stay for the next round, and that has none of them."""
+    if not state.stay:
+        return False
     if plan.phase == "running":
         is_in = plan.node_rank(state.name) is not None
         keeps = is_in and bool(plan.keeps(state.name, state.limits.nproc))
@@ -246,8 +248,9 @@ def plan_start(state: State, event: events.PlanSeen) -> Decision:
 
 def plan_meet(state: State, event: events.PlanSeen) -> Decision:
     """Start a round, or leave."""
-    if event.plan.phase == "forming" and not (state.limits.meets or state.stay):
-        return Nothing(), event.plan.reason  # a backoff
+    plan = event.plan
+    if plan.phase == "forming" and not (state.limits.meets or _stays_in_vain(state, plan)):
+        return Nothing(), plan.reason  # a backoff
     return at_rest(state, "")
 
 

@@ -333,16 +333,22 @@ class Steps:
             script.checkpoint().follow(min(known, key=itemgetter(1)), earliest)
         lost = world.spans_nodes or len({one.saved for one in found}) > 1
         self._saved = None if lost else self._saved
-        if world.ranks.rank == 0 and not was_first:
-            written = script.written()
-            for total, metrics in script.recent:
-                if total > written:
-                    script.report(total, metrics)
+        if not was_first:
+            self._report_recent()
         self._is_grouped = False
         position = self._progress.position
         if script.step is not None:  # its micro-batches are given out again
             position = self._order.after(self._order.next(position))
         self._regroup(position)
+
+    def _report_recent(self) -> None:
+        """Write what another rank 0 may have left unwritten, or written on another node."""
+        script = self._script
+        if script.world.ranks.rank == 0:
+            written = script.written()
+            for total, metrics in script.recent:
+                if total > written:
+                    script.report(total, metrics)
 
     def _regroup(self, position: Position) -> None:
         """Compute with the ranks that do from now on; fetch ahead from a position."""
@@ -355,17 +361,18 @@ class Steps:
 
     def _send(self, group: Group, newcomers: Sequence[int]) -> None:
         """Send newcomers where the loop stands."""
-        saves = self._options.save_every is not None
+        saves, script = self._options.save_every is not None, self._script
         more = {
             "facts": refusals.facts(self._trained, self._options),
             "saved": self._saved,
             "skipping": self._skipping,
-            "schedule": self._script.checkpoint().schedule if saves else None,
+            "schedule": script.checkpoint().schedule if saves else None,
+            "recent": list(script.recent) if script.world.spans_nodes else [],
         }
-        metadata, file = self._script.checkpoint().pack(self._state)
+        metadata, file = script.checkpoint().pack(self._state)
         group.give(_bytes(metadata), newcomers)
         group.give(file, newcomers)
-        group.give(_bytes(json.dumps(more).encode()), newcomers)
+        group.give(_bytes(json.dumps(more, default=float).encode()), newcomers)
 
     def _join(self) -> None:
         """Join the others as a newcomer, between two of their steps."""
@@ -392,6 +399,8 @@ class Steps:
         if saves:
             script.checkpoint().follow(known["schedule"])
         script.done = self._total()
+        script.recent.extend(known["recent"])
+        self._report_recent()
 
 
 def _bytes(content: bytes) -> torch.Tensor:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from elaunch.training.steps.group import Group, Sockets
 
 ENTRY_S: Final = 60.0
-"""Seconds for the agent to begin another round after a rank was lost: the machine may be busy."""
+"""Seconds for the agents to begin another round after a rank was lost: the machine may be busy."""
 MOMENT_S: Final = 1.0
 """Seconds of a wait at a loop's end from one answer to whether to end to the next."""
 

@@ -149,7 +149,7 @@ def test_a_second_death_while_the_first_is_swept() -> None:
     assert state.kept.keys() == both and state.round == 1
     state, (decided,) = after(*history, ended(0, KILL), ended(3, KILL))
     assert decided == Decided(
-        EndTree(), "rank 3 was killed by SIGKILL, too; no other worker is left"
+        EndTree(keeps=frozenset()), "rank 3 was killed by SIGKILL, too; no other worker is left"
     )
 
 
@@ -387,6 +387,7 @@ def said(state: State) -> NodeStatus:
     records: list[NodeStatus] = []
     told = SimpleNamespace(start=records.append, publish=records.append)
     publisher = StatusPublisher(told, NodeStatus("node1", "", 0, 0), show=print, post=print)  # type: ignore[arg-type]
+    state = replace(state, probed=True)
     publisher.publish(Turn(state, DEADLINE, Nothing(), "", state))
     return records[-1]
 

@@ -776,7 +776,7 @@ def test_workers_that_stay_are_stopped_before_all_begin_anew(
     step, reason = step_of(plan, *them, **more)
     assert isinstance(step, Publish) and step.plan.phase == "forming" and step.plan.anew is None
     assert reason.endswith("; all workers are started anew")
-    step, reason = step_of(step.plan, *them, **more)
+    step, reason = step_of(step.plan, *them, phase_since=NOW, **more)
     assert isinstance(step, Wait) and reason == "waiting for node2 (10.0.0.2) to end round 0"
 
 
