@@ -274,8 +274,7 @@ class Gradients:
                     bucket.messages.append(self.group.receive(part, rank, tag + number))
             for number in range(len(self._share.nodes)):
                 if theirs.start < theirs.stop:
-                    part = slots[number][theirs]
-                    bucket.messages.append(self.group.send(part, rank, tag + number))
+                    self.group.send(slots[number][theirs], rank, tag + number)
 
     def _sum(self) -> None:
         """Sum up this rank's part of the next bucket that is sent, and send it to the others."""
@@ -297,7 +296,7 @@ class Gradients:
             if theirs.start < theirs.stop:
                 bucket.messages.append(self.group.receive(slots[0][theirs], rank, tag))
             if first < end:
-                bucket.messages.append(self.group.send(slots[0][first:end], rank, tag))
+                self.group.send(slots[0][first:end], rank, tag)
 
 
 def _are_finite(values: torch.Tensor) -> bool:

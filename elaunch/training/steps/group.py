@@ -5,7 +5,10 @@ carry a tag, so that several may be under way at once. They are received by tag;
 the order in which they were sent.
 
 A rank that waits for another one does not see that a third has died, and nothing of torch's wakes
-it. Its own connections do, when they are shut down from another thread (:class:`Sockets`).
+it. Its own connections do, when they are shut down from another thread (:class:`Sockets`), but only
+a rank that receives: gloo forgets a message that it was about to write as the connection broke, and
+its sender would wait forever. So no rank waits for what it sends. What another rank sends next
+shows that it has received what went before.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ class _Work(Protocol):
     """A message in torch's hands."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Block until it is sent, or received."""
+        """Block until it is received."""
 
 
 class Message:
-    """One message that is under way."""
+    """A message that another rank sends."""
 
     def __init__(self, work: _Work, name: int, patience: timedelta) -> None:
         self._work = work
@@ -75,6 +78,8 @@ class Group:
         own, soon = dist.PrefixStore(key, store), min(patience, timedelta(seconds=CONNECT_S))
         self._backend = dist.ProcessGroupGloo(own, rank, size, soon)
         self._made_default = False
+        self._sent: list[tuple[object, torch.Tensor]] = []
+        """What the others may not have received."""
 
     def among(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of these ranks; None for one. ALL of them call it together."""
@@ -102,13 +107,15 @@ class Group:
         if self._made_default and dist.is_initialized():
             dist.destroy_process_group()
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to send a contiguous tensor, which stays as it is until that is done."""
-        name = self.names[rank]
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Begin to send a contiguous tensor, which stays as it is until that rank has sent more.
+
+        PeerLost if it is gone.
+        """
         try:
-            return Message(self._backend.send([tensor], rank, tag), name, self._patience)
+            self._sent.append((self._backend.send([tensor], rank, tag), tensor))
         except RuntimeError as error:
-            raise _lost(name, error) from error
+            raise _lost(self.names[rank], error) from error
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to receive into a contiguous tensor, which is as large as what is sent."""
@@ -132,10 +139,11 @@ class Group:
     def give(self, content: torch.Tensor, ranks: Sequence[int]) -> None:
         """Send bytes, of which there are some, to other ranks, each of which calls `take`."""
         length = torch.tensor([len(content)])
-        messages = [self.send(length, rank, _TEXTS) for rank in ranks]
-        messages += [self.send(content, rank, _TEXTS) for rank in ranks]
-        for message in messages:
-            message.wait()
+        for rank in ranks:
+            self.send(length, rank, _TEXTS)
+            self.send(content, rank, _TEXTS)
+        for rank in ranks:
+            self.receive(torch.empty_like(length), rank, _TEXTS).wait()
 
     def take(self, rank: int) -> torch.Tensor:
         """Return the bytes that another rank gives."""
@@ -143,13 +151,17 @@ class Group:
         self.receive(length, rank, _TEXTS).wait()
         content = torch.empty(int(length), dtype=torch.uint8)
         self.receive(content, rank, _TEXTS).wait()
+        self.send(length, rank, _TEXTS)
         return content
 
     def _exchange(self, own: torch.Tensor, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        before = len(self._sent)
         messages = [self.receive(found[rank], rank, _TEXTS) for rank in self.others]
-        messages += [self.send(own, rank, _TEXTS) for rank in self.others]
+        for rank in self.others:
+            self.send(own, rank, _TEXTS)
         for message in messages:
             message.wait()
+        del self._sent[:before]
         found[self.rank] = own
         return found
 
