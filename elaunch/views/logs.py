@@ -121,6 +121,8 @@ def nodes_of_job(job: JobStore, chosen: str | None) -> list[LogNode]:
         tree = RemoteTree(job, rank)
         found.append(LogNode(rank, node.host, tree, place, first, here=False))
         first += node.slots
+    if not found:
+        raise UsageError(f"job {job.name} has no logs yet: its nodes have not met")
     return _meant(found, chosen, f"job {job.name} has node")
 
 

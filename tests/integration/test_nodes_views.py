@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.integration.nodes import DEADLINE, Build, Job, over
-from tests.launching import wait_until
+from tests.launching import Running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ if os.environ["ELAUNCH_ROUND"] == "0" and rank == 1:
 
 def waits():
     while not (share / "stop").exists():
-        time.sleep(0.05)
+        time.sleep(0.05), sum(range(300_000))  # or the profile would have nothing
 
 print(f"rank {rank} waits now", flush=True)
 waits()
@@ -35,13 +35,19 @@ def test_a_job_is_seen_from_another_machine(cluster: Build, backend: str) -> Non
     script = job.machines.directory / "waits.py"
     script.write_text(SCRIPT)
     flags = ["--nnodes=2", "--max-restarts=1", "-r", "3"]
-    agents = [job.start(number, flags, [job.share], script=script) for number in (1, 2)]
+
+    def agent(number: int) -> Running:
+        return job.start(number, flags, [job.share], script=script)
 
     def view(name: str, *words: str) -> tuple[int, str, str]:
         line = [name, "--rdzv-id=job", *job.meeting, *words]
         done = job.machines[3].elaunch(line).wait(DEADLINE)
         return done.returncode, done.stdout, done.stderr
 
+    agents = [agent(1)]
+    early = "job job has no logs yet: its nodes have not met"
+    wait_until(lambda: early in view("logs")[2], DEADLINE)
+    agents.append(agent(2))
     wait_until(lambda: view("logs", "--round=1")[1].count("waits now") == 2, DEADLINE)
     assert view("logs", "--rank=1")[:2] == (0, "rank 1 waits now\n")
     code, text, _ = view("why")

@@ -275,7 +275,7 @@ def test_a_leader_that_does_not_stay(
         assert moves >= 3 or not others[1].store.evict("n0")
         renewed = agent.renewed
         three.move_leader()
-        retry(lambda before=renewed: agent.renewed > before + 1)
+        retry(lambda before=renewed: agent.renewed > before + 3)  # some were under way
     told = [record.message for record in caplog.records if "its leader" in record.message]
     assert len(told) == 3  # each agent once
     assert "has changed its leader 3 times in 93 s" in told[0]
