@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.integration.jobs import FORK
-from tests.launching import Launcher, Running, freeze, wait_until
+from tests.launching import Launcher, Running, freeze, thaw, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -281,6 +281,24 @@ def test_a_frozen_rank_is_replaced_too(
     assert [job.pid(rank) for rank in (0, 3)] == [pids[0], pids[3]]
     job.end()
     assert job.losses() == wanted
+
+
+@pytest.mark.trial
+def test_an_agent_that_is_held_up_costs_no_process(
+    elaunch: Launcher, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """As on a busy machine: the next round begins only 15 s after a death."""
+    wanted = expected(elaunch, undisturbed, "until=30")
+    job = Job(elaunch, "until=30", "ms=20")
+    job.await_step(5)
+    pids = job.pids()
+    freeze(job.running.pid)
+    os.kill(pids[2], signal.SIGKILL)
+    time.sleep(15)
+    thaw(job.running.pid)
+    job.end()
+    assert job.losses() == wanted
+    assert [len(job.files(rank)) for rank in range(SIZE)] == [1, 1, 2, 1]
 
 
 def test_the_job_can_end_while_a_rank_is_missing(
