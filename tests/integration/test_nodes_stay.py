@@ -11,6 +11,7 @@ import pytest
 
 from elaunch.runs.directory import RunDir
 from tests.integration import nodes, test_survivors
+from tests.integration.jobs import FORK
 from tests.integration.nodes import DEADLINE, Build, over, said
 from tests.integration.test_survivors import JOB, SIZE, expected, steps_in
 from tests.launching import Launcher, Running, wait_until
@@ -120,6 +121,36 @@ def test_the_only_rank_of_a_node(
     assert "step-00000060" in elaunch.run(["checkpoints", "ls", place]).stdout
     shown = job.job.machines[1].elaunch(["metrics", "job", "--json"]).wait(DEADLINE).stdout
     assert steps_in(shown) == list(range(1, 61))
+
+
+def test_the_job_can_end_while_the_only_rank_of_a_node_is_missing(
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """Those that are there save; the next start goes on with all."""
+    wanted = expected(elaunch, undisturbed, "until=60")
+    place = elaunch.directory / "ckpts"
+    flags = [f"--checkpoint-dir={place}", "--shutdown-timeout=5"]
+    words = ("until=60", "ms=40", "every=1000")
+    job = Job(cluster, "etcd", (1, 2, 1), *words, "setup=300", flags=flags)
+    job.await_step(5)
+    job.kill(0)
+    job.await_round(1)
+    job.await_step(job.done(1) + 3, (1, 2, 3))
+    job.job.machines[2].elaunch(["preempt", "job"]).wait(DEADLINE)
+    job.end(75)
+    assert f"step-{job.done(1):08d}" in elaunch.run(["checkpoints", "ls", place]).stdout
+    more = [
+        "run",
+        "--rdzv-id=job",
+        "--nproc-per-node=2",
+        *FORK,
+        f"--checkpoint-dir={place}",
+        JOB,
+        *words,
+    ]
+    again = elaunch.run(more, env={**test_survivors.ENV, "BESIDE": str(job.beside)})
+    assert again.returncode == 0, again.stderr
+    assert job.losses() == wanted
 
 
 @over("c10d", "etcd")

@@ -155,8 +155,10 @@ def _preempted(view: View) -> Decision:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
         return publish(over(plan, exit_code(plan.failure.exitcode), reason))
     records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
-    unsaved = (one.round == plan.round and one.state == "ended" for one in records)
-    if plan.asked and plan.cause == "left" and any(unsaved):
+    unsaved = any(one.round == plan.round and one.state == "ended" for one in records)
+    if plan.anew is not None and any(one.preempted for one in records):
+        unsaved = False  # the workers that go on have saved, and newcomers had nothing yet
+    if plan.asked and plan.cause == "left" and unsaved:
         reason = f"killed: {plan.asked}; the workers had not saved and ended before"
         return publish(over(plan, KILLED, reason))
     what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "

@@ -780,6 +780,16 @@ def test_workers_that_stay_are_stopped_before_all_begin_anew(
     assert isinstance(step, Wait) and reason == "waiting for node2 (10.0.0.2) to end round 0"
 
 
+def test_a_node_with_newcomers_only_had_nothing_to_save() -> None:
+    """The job is to be continued where the workers that go on have saved."""
+    them = (member(1, "ended", 0), saved(2, "stop"))
+    asked = replace(RUNNING, asked="drain", cause="left", phase="ending")
+    for anew, code in ((None, 137), ({"a1": tuple(range(8))}, 75)):
+        step, _ = step_of(replace(asked, anew=anew), *them)
+        assert isinstance(step, Publish) and step.plan.exit_code == code
+        assert step.plan.phase == "over"
+
+
 def test_nobody_is_left_that_could_stay() -> None:
     """All are started anew at once."""
     only = member(1, "ended", 0, failure=FAILURE, failed_at=99.0, survivors="wait")
