@@ -127,8 +127,8 @@ def _anew(view: View, names: Sequence[str]) -> Mapping[str, tuple[int, ...]] | N
     """Return the workers that a round of these nodes starts, as in ``Plan.anew``."""
     plan, records = view.plan, {name: view.present[name].record for name in names}
     able = all(one.survivors and one.round == plan.round for one in records.values())
-    same = records.keys() == {node.name for node in plan.nodes}
-    if plan.cause != "failure" or not (able and same and _staying(view)):
+    known = records.keys() <= {node.name for node in plan.nodes}
+    if plan.cause not in ("failure", "lost") or not (able and known and _staying(view)):
         return None
     ended = ((name, set(range(one.slots)).difference(one.kept)) for name, one in records.items())
     return {name: tuple(sorted(ranks)) for name, ranks in ended if ranks}
@@ -475,6 +475,7 @@ def _why(view: View, new: Plan, rules: Rules, before: LastKnown) -> str:
         return "first start"
     resumes = budget.resumes_from(_step(new.checkpoint))
     start = f", {resumes}" if rules.has_checkpoint_dir else ""
+    start = start if new.anew is None else ", in their processes"
     if rules.standalone:
         return f"{plan.reason}{start}"
     with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}{_left_out(new)}"
