@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elaunch.runs.directory import RunDir
 from tests.integration import nodes, test_survivors
+from tests.integration.jobs import FORK
 from tests.integration.nodes import DEADLINE, Build, over, said
 from tests.integration.test_survivors import JOB, SIZE, expected, steps_in
 from tests.launching import Launcher, Running, wait_until
@@ -45,9 +47,12 @@ class Job(test_survivors.Job):
 
     def history(self, number: int) -> list[dict[str, Any]]:
         """Return the rounds that the record of a node has."""
-        state = self.job.machines[number].state / "elaunch" / "runs" / "job"
-        found: list[dict[str, Any]] = RunDir(state).read_state()["history"]  # type: ignore[assignment]
+        found: list[dict[str, Any]] = RunDir(self.state(number)).read_state()["history"]  # type: ignore[assignment]
         return found
+
+    def state(self, number: int) -> Path:
+        """Return the run's directory on a node."""
+        return self.job.machines[number].state / "elaunch" / "runs" / "job"
 
     def await_round(self, number: int) -> None:
         """Wait until a round has begun."""
@@ -122,6 +127,36 @@ def test_the_only_rank_of_a_node(
     assert steps_in(shown) == list(range(1, 61))
 
 
+def test_the_job_can_end_while_the_only_rank_of_a_node_is_missing(
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """Those that are there save; the next start goes on with all."""
+    wanted = expected(elaunch, undisturbed, "until=60")
+    place = elaunch.directory / "ckpts"
+    flags = [f"--checkpoint-dir={place}", "--shutdown-timeout=5"]
+    words = ("until=60", "ms=40", "every=1000")
+    job = Job(cluster, "etcd", (1, 2, 1), *words, "setup=300", flags=flags)
+    job.await_step(5)
+    job.kill(0)
+    job.await_round(1)
+    job.await_step(job.done(1) + 3, (1, 2, 3))
+    job.job.machines[2].elaunch(["preempt", "job"]).wait(DEADLINE)
+    job.end(75)
+    assert f"step-{job.done(1):08d}" in elaunch.run(["checkpoints", "ls", place]).stdout
+    more = [
+        "run",
+        "--rdzv-id=job",
+        "--nproc-per-node=2",
+        *FORK,
+        f"--checkpoint-dir={place}",
+        JOB,
+        *words,
+    ]
+    again = elaunch.run(more, env={**test_survivors.ENV, "BESIDE": str(job.beside)})
+    assert again.returncode == 0, again.stderr
+    assert job.losses() == wanted
+
+
 @over("c10d", "etcd")
 def test_ranks_of_two_nodes_die_at_once(
     elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]], backend: str
@@ -144,7 +179,7 @@ def test_ranks_of_two_nodes_die_at_once(
 def test_a_rank_and_the_agent_that_coordinates(
     elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
 ) -> None:
-    """Another agent coordinates; with fewer nodes the bits are the same."""
+    """Another agent coordinates; the others go on with the ranks of a smaller job."""
     wanted = expected(elaunch, undisturbed, "until=40")
     flags = [f"--checkpoint-dir={elaunch.directory / 'ckpts'}"]
     words = ("until=40", "ms=40", "every=1")
@@ -156,6 +191,55 @@ def test_a_rank_and_the_agent_that_coordinates(
     job.agents.pop(0).wait(DEADLINE)
     output = job.end()
     assert output.count(f"ends after 40 {wanted[40].split()[1]}") == 3
+    assert [job.pid(rank) for rank in (1, 2)] == pids[1:3]
+    assert job.losses() == wanted
+
+
+@over("etcd", "c10d")
+def test_a_node_is_lost(
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]], backend: str
+) -> None:
+    """Without a word: the ranks of the others go on, and one of these may die afterwards."""
+    wanted = expected(elaunch, undisturbed, "until=60")
+    job = Job(cluster, backend, (2, 1, 1), "until=60", "ms=40", most="2:3")
+    job.await_step(5)
+    pids = job.pids()
+    job.job.machines.power_off(job.job.machines[3])
+    job.agents.pop()
+    job.await_round(1)
+    job.await_step(job.done(0) + 5, (0, 1, 2))
+    assert [job.pid(rank) for rank in (0, 1, 2)] == pids[:3]
+    assert job.history(2)[1]["kept"] == [0, 1, 2]
+    job.kill(2)
+    job.await_newcomer(2, pids[2])
+    output = job.end()
+    assert output.count(f"ends after 60 {wanted[60].split()[1]}") == 3
+    assert [len(job.files(rank)) for rank in range(3)] == [1, 1, 2]
+    assert job.losses() == wanted
+
+
+def test_the_node_of_rank_0_is_lost(
+    elaunch: Launcher, cluster: Build, undisturbed: dict[str, dict[int, str]]
+) -> None:
+    """All others have other ranks, which the records show; one dies afterwards."""
+    wanted = expected(elaunch, undisturbed, "until=90")
+    flags = [f"--checkpoint-dir={elaunch.directory / 'ckpts'}"]
+    job = Job(cluster, "etcd", (1, 1, 2), "until=90", "ms=40", "every=5", flags=flags, most="2:3")
+    job.await_step(5)
+    pids = job.pids()
+    os.kill(job.agents[0].pid, signal.SIGKILL)
+    job.agents.pop(0).wait(DEADLINE)
+    wait_until(lambda: job.history(2)[-1]["round"] == 1, DEADLINE, "round 1")
+    job.await_step(job.done(1) + 5, (1, 2, 3))
+    assert [job.pid(rank) for rank in (1, 2, 3)] == pids[1:]
+    assert job.history(3)[1]["kept"] == [0, 1, 2]
+    workers = RunDir(job.state(3)).read_state()["workers"]
+    assert [(one["rank"], one["pid"]) for one in workers] == [(1, pids[2]), (2, pids[3])]
+    job.kill(3)
+    wait_until(lambda: job.history(2)[-1]["round"] == 2, DEADLINE, "round 2")
+    output = job.end()
+    assert output.count(f"ends after 90 {wanted[90].split()[1]}") == 3
+    assert job.losses() == wanted
 
 
 def test_a_script_that_calls_all_ranks_before_begins_anew(cluster: Build) -> None:

@@ -394,7 +394,8 @@ class Agent:
             if workers.stay:
                 self._rest_while_they_stay(plan, workers)
             elif plan.phase != "running" or gone_on:
-                stay = self.sim.setting.stand and plan.cause == "failure" and not gone_on
+                stay = self.sim.setting.stand and not gone_on
+                stay = stay and plan.cause in ("failure", "lost")
                 stay = stay and plan.phase == "ending" and not (workers.ending or workers.failed)
                 grace = self.sim.random.uniform(0.0, 0.3)
                 self.later(grace, lambda: self._stay(workers)) if stay else self.stop(grace)

@@ -63,8 +63,9 @@ class RoundWorkers:
 
     def begin(self, begun: Round) -> None:
         """Forget the workers of the round before, but those that were kept."""
-        kept = {k: pid for k, pid in self.now.pids.items() if k in begun.present}
-        self.now = Living(begun, kept)
+        shift = begun.first_rank - self.now.first_rank
+        pids = {rank + shift: pid for rank, pid in self.now.pids.items()}
+        self.now = Living(begun, {rank: pids[rank] for rank in pids.keys() & {*begun.present}})
 
     def see(self, turn: Turn) -> None:
         """Take down which workers live."""

@@ -165,7 +165,8 @@ class Sampler:
 
     def begin(self, begun: Round) -> None:
         """Watch the next round; its workers are about to start, but for those that were kept."""
-        self.recorders.remove(self.workers.now.begun, begun.present)
+        now = self.workers.now
+        self.recorders.remove(now.begun, [now.first_rank + k for k in begun.kept])
         if self._lines is not None:
             self._lines.begin()
         self.workers.begin(begun)

@@ -131,9 +131,9 @@ class OutputStream:
             return  # the terminal has just gone away
         self._size = size
 
-    def again(self) -> OutputStream:
+    def again(self, rank: int) -> OutputStream:
         """Return a stream that reads on where this one is ended, for the round that follows."""
-        return OutputStream(-1, self.local_rank, self.rank, self.name, self._terminal)
+        return OutputStream(-1, self.local_rank, rank, self.name, self._terminal)
 
     def follow(self, old: OutputStream) -> None:
         """Read on in place of the stream of this worker in the round before, as far as it is."""
@@ -292,7 +292,7 @@ def open_streams(
             tees = plan.tees(local_rank, name)
             old = opened.before.get((local_rank, name))
             if old is not None:
-                opened.streams[local_rank, name] = old.again()
+                opened.streams[local_rank, name] = old.again(opened.ranks[local_rank])
                 continue
             read_end, write_end, is_pty = open_channel(None if tees else console)
             terminal = console if is_pty else None

@@ -270,7 +270,7 @@ def _preempted(state: State) -> Preempted:
 
 def _survivors(state: State) -> Survivors:
     """Return whether workers can go on without those that have ended here, and what they do."""
-    if not state.parted:
+    if not state.survivable:
         return ""
     failed = {one.local_rank for one in (state.first, *state.later) if one is not None}
     return "work" if failed <= state.new else "wait"

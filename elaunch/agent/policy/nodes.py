@@ -276,7 +276,8 @@ def _ending(state: State, plan: Plan) -> Decision:
     stacks = _stacks_first(state, plan)
     if stacks is not None:
         return stacks
-    if plan.cause == "failure" and not _is_hang(plan) and (keeps := state.may_stay) is not None:
+    lost = plan.cause in ("failure", "lost") and not _is_hang(plan)
+    if lost and (keeps := state.may_stay) is not None:
         return EndTree(keeps=keeps), f"{plan.reason}; {stay(state, keeps)}"
     if state.notice is not None and not peer_gone:
         return _may_save(state, f"{plan.reason}; {others} may save", state.notice.grace)

@@ -116,8 +116,8 @@ class State(Struct, frozen=True):
         checkpoint: what this round resumed from.
         began: when the round's first worker was started, in monotonic seconds.
         stands: the workers whose scripts can go on with a new group when a rank is lost.
-        staying: those that were kept when the round ended, for the next one; ``parted``: workers on
-            other nodes can go on without those that have ended here.
+        staying: those that were kept when the round ended, for the next one.
+        survivable: workers on other nodes can go on without those that have ended here.
         goes_on: workers of the round before go on in this one, here or on other nodes.
         kept: those that have what they need from the round before, if it ``goes_on``, and in which
             round the process of each was started.
@@ -163,7 +163,7 @@ class State(Struct, frozen=True):
     began: float | None = None
     stands: frozenset[int] = frozenset()
     staying: frozenset[int] = frozenset()
-    parted: bool = False
+    survivable: bool = False
     goes_on: bool = False
     kept: Mapping[int, int] = {}
     silent: frozenset[int] = frozenset()
@@ -441,8 +441,10 @@ def follow(state: State, action: Action, reason: str = "") -> State:
     if isinstance(action, EndTree):
         staying = action.keeps or frozenset()
         dropped = not staying and bool(state.alive - state.new)
-        parted = action.keeps is not None and not dropped and not state.succeeded
-        return replace(state, phase=Phase.SWEEPING, waits=False, staying=staying, parted=parted)
+        survivable = action.keeps is not None and not dropped and not state.succeeded
+        return replace(
+            state, phase=Phase.SWEEPING, waits=False, staying=staying, survivable=survivable
+        )
     if isinstance(action, KillServer):
         return replace(state, killing=True)
     if isinstance(action, Settle):

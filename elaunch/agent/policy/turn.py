@@ -116,7 +116,9 @@ class Turn(Struct, frozen=True):
 def make_turn(state: State, event: events.Event) -> Turn:
     """Return the turn that ``event`` makes in ``state``."""
     if isinstance(event, events.Exit) and state.kept.get(event.local_rank) == event.round:
-        event = event._replace(round=state.round)  # the server knows its first round
+        # The server knows its first round, and its rank there.
+        rank = state.first_rank + event.local_rank
+        event = event._replace(round=state.round, rank=rank)
     if isinstance(event, events.WorkerStands) and event.local_rank in state.entering:
         event = replace(event, round=state.round)  # it may have said so as this round began
     return _decided(observe(state, event), event)

@@ -248,7 +248,7 @@ class StatusRecord:
         record.pop("lateness", None)
         record["nproc_per_node"] = begun.nproc
         record["workers"] = [
-            record["workers"][local_rank]
+            {**record["workers"][local_rank], "rank": place.first_rank + local_rank}
             if local_rank in begun.kept
             else new_worker(place.first_rank + local_rank, local_rank)
             for local_rank in range(begun.nproc)

@@ -127,8 +127,8 @@ def _anew(view: View, names: Sequence[str]) -> Mapping[str, tuple[int, ...]] | N
     """Return the workers that a round of these nodes starts, as in ``Plan.anew``."""
     plan, records = view.plan, {name: view.present[name].record for name in names}
     able = all(one.survivors and one.round == plan.round for one in records.values())
-    same = records.keys() == {node.name for node in plan.nodes}
-    if plan.cause != "failure" or not (able and same and _staying(view)):
+    known = records.keys() <= {node.name for node in plan.nodes}
+    if plan.cause not in ("failure", "lost") or not (able and known and _staying(view)):
         return None
     ended = ((name, set(range(one.slots)).difference(one.kept)) for name, one in records.items())
     return {name: tuple(sorted(ranks)) for name, ranks in ended if ranks}
@@ -155,8 +155,10 @@ def _preempted(view: View) -> Decision:
         reason = f"{text.failure(plan.failure)}; no restart: {plan.asked}"
         return publish(over(plan, exit_code(plan.failure.exitcode), reason))
     records = [view.present[node.name].record for node in plan.nodes if node.name in view.present]
-    unsaved = (one.round == plan.round and one.state == "ended" for one in records)
-    if plan.asked and plan.cause == "left" and any(unsaved):
+    unsaved = any(one.round == plan.round and one.state == "ended" for one in records)
+    if plan.anew is not None and any(one.preempted for one in records):
+        unsaved = False  # the workers that go on have saved, and newcomers had nothing yet
+    if plan.asked and plan.cause == "left" and unsaved:
         reason = f"killed: {plan.asked}; the workers had not saved and ended before"
         return publish(over(plan, KILLED, reason))
     what = "" if plan.failure is None else f"{text.failure(plan.failure)}; "
@@ -473,6 +475,7 @@ def _why(view: View, new: Plan, rules: Rules, before: LastKnown) -> str:
         return "first start"
     resumes = budget.resumes_from(_step(new.checkpoint))
     start = f", {resumes}" if rules.has_checkpoint_dir else ""
+    start = start if new.anew is None else ", in their processes"
     if rules.standalone:
         return f"{plan.reason}{start}"
     with_whom = f"{count(len(new.nodes))}, {count(new.world_size, 'worker')}{_left_out(new)}"

@@ -23,7 +23,7 @@ from elaunch.agent.policy.actions import (
     StopWorkers,
 )
 from elaunch.agent.policy.state import Limits, Phase, State, refusal
-from elaunch.agent.policy.turn import Turn
+from elaunch.agent.policy.turn import Turn, make_turn
 from elaunch.rendezvous.plan import Node, NodeStatus, Plan, RestartRequest
 from elaunch.wire.worker import Notice
 from tests.agent.histories import (
@@ -436,6 +436,20 @@ def test_a_node_that_cannot_go_on(history: tuple[events.Event, ...]) -> None:
     assert isinstance(decided.action, StopWorkers | Hurry) and not state.staying
     state, _ = after(*history, seen(ENDS), ended(1, -15, stopped=True), gone(), limits=PAIR)
     assert (said(state).kept, said(state).survivors) == ((), "")
+
+
+def test_another_node_is_lost() -> None:
+    """Those that stand here go on with other ranks, and their ends are told by these."""
+    lost = replace(ENDS, cause="lost", reason="node node2 was lost")
+    state, (decided,) = after(*UP, seen(lost), limits=PAIR)
+    assert decided.action == EndTree(keeps=BOTH)
+    alone = replace(GOES_ON, nodes=(HERE,), anew={})
+    history = (*UP, seen(lost), gone(kept=BOTH), seen(alone))
+    state, (decided,) = after(*history, limits=PAIR)
+    assert decided.action == StartRound(1, None, 0, BOTH)
+    killed = events.Exit(0, 2, 1, 1001, KILL, 2.0, False)
+    made = make_turn(state, killed)
+    assert made.after.first is not None and made.after.first.rank == 1
 
 
 @pytest.mark.parametrize(

@@ -745,8 +745,8 @@ STAYS2 = member(2, "ended", 0, kept=(0, 1, 2, 3, 4, 5, 6, 7), survivors="work")
 def step_of(plan: Plan, *them: Present, **more: Any) -> tuple[Step, str]:
     """Return the decision about a plan with these members, all of them in its round."""
     present = {f"a{one.number}": one for one in them}
-    view = View("a1", plan, present, more.pop("absent", {}), round_began=80.0, **more)
-    return decide(view, NOW, TWO)
+    rules, absent = more.pop("rules", TWO), more.pop("absent", {})
+    return decide(View("a1", plan, present, absent, round_began=80.0, **more), NOW, rules)
 
 
 def test_workers_that_stay_are_in_the_next_round() -> None:
@@ -765,7 +765,7 @@ def test_workers_that_stay_are_in_the_next_round() -> None:
     ("plan", "them", "more"),
     [
         pytest.param(ENDING, (failed(1), STAYS2), {}, id="a node cannot go on"),
-        pytest.param(LOST, (STAYS2,), {"absent": {"a1": Absent("expired", 99.0)}}, id="lost"),
+        pytest.param(LOST, (STAYS2,), {"absent": {"a1": Absent("expired", 99.0)}}, id="too few"),
         pytest.param(ASKED, (END1, STAYS2), {}, id="asked"),
     ],
 )
@@ -778,6 +778,28 @@ def test_workers_that_stay_are_stopped_before_all_begin_anew(
     assert reason.endswith("; all workers are started anew")
     step, reason = step_of(step.plan, *them, phase_since=NOW, **more)
     assert isinstance(step, Wait) and reason == "waiting for node2 (10.0.0.2) to end round 0"
+
+
+def test_workers_that_stay_go_on_without_a_node() -> None:
+    """All that are left, with the ranks of a smaller job; not where another node comes."""
+    gone = {"a1": Absent("expired", 99.0)}
+    step, reason = step_of(LOST, STAYS2, absent=gone, rules=ELASTIC)
+    assert isinstance(step, Publish) and step.plan.phase == "running"
+    assert step.plan.anew == {} and step.plan.present == [*range(8)]
+    assert reason == "node2 was lost; going on with 1 node, 8 workers, in their processes"
+    assert step.plan.restarts == 0
+    step, _ = step_of(LOST, STAYS2, member(3), absent=gone, rules=ELASTIC)
+    assert isinstance(step, Publish) and step.plan.phase == "forming" and step.plan.anew is None
+
+
+def test_a_node_with_newcomers_only_had_nothing_to_save() -> None:
+    """The job is to be continued where the workers that go on have saved."""
+    them = (member(1, "ended", 0), saved(2, "stop"))
+    asked = replace(RUNNING, asked="drain", cause="left", phase="ending")
+    for anew, code in ((None, 137), ({"a1": tuple(range(8))}, 75)):
+        step, _ = step_of(replace(asked, anew=anew), *them)
+        assert isinstance(step, Publish) and step.plan.exit_code == code
+        assert step.plan.phase == "over"
 
 
 def test_nobody_is_left_that_could_stay() -> None:
