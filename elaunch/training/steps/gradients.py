@@ -198,7 +198,7 @@ class Gradients:
         while self._summed < len(self._buckets):
             self._sum()
         for bucket in self._buckets:
-            _wait(bucket)
+            self._wait(bucket)
         return self._is_finite
 
     def assign(self, unused: Iterable[int]) -> None:
@@ -274,14 +274,15 @@ class Gradients:
                     bucket.messages.append(self.group.receive(part, rank, tag + number))
             for number in range(len(self._share.nodes)):
                 if theirs.start < theirs.stop:
-                    self.group.send(slots[number][theirs], rank, tag + number)
+                    part = slots[number][theirs]
+                    bucket.messages.append(self.group.send(part, rank, tag + number))
 
     def _sum(self) -> None:
         """Sum up this rank's part of the next bucket that is sent, and send it to the others."""
         assert self.group is not None
         bucket = self._buckets[self._summed]
         self._summed += 1
-        _wait(bucket)
+        self._wait(bucket)
         slots = bucket.flat.slots
         first, end = bucket.part(self._rank, self._size)
         if first < end:
@@ -296,7 +297,12 @@ class Gradients:
             if theirs.start < theirs.stop:
                 bucket.messages.append(self.group.receive(slots[0][theirs], rank, tag))
             if first < end:
-                self.group.send(slots[0][first:end], rank, tag)
+                bucket.messages.append(self.group.send(slots[0][first:end], rank, tag))
+
+    def _wait(self, bucket: _Bucket) -> None:
+        if self.group is not None:
+            self.group.wait(bucket.messages)
+        bucket.messages = []
 
 
 def _are_finite(values: torch.Tensor) -> bool:
@@ -319,9 +325,3 @@ def _sum_into(result: torch.Tensor, count: int, known: dict[Subtree, torch.Tenso
     total = combine(root, known, add)
     if total.data_ptr() != result.data_ptr():
         result.copy_(total)
-
-
-def _wait(bucket: _Bucket) -> None:
-    for message in bucket.messages:
-        message.wait()
-    bucket.messages.clear()

@@ -5,20 +5,21 @@ carry a tag, so that several may be under way at once. They are received by tag;
 the order in which they were sent.
 
 A rank that waits for another one does not see that a third has died, and nothing of torch's wakes
-it. Its own connections do, when they are shut down from another thread (:class:`Sockets`), but only
-a rank that receives: gloo forgets a message that it was about to write as the connection broke, and
-its sender would wait forever. So no rank waits for what it sends. What another rank sends next
-shows that it has received what went before.
+it. Its own connections do, when they are shut down from another thread (:class:`Sockets`), most of
+the time: gloo forgets a message of which it had written, or read, a part as its connection broke.
+So it is a thread that waits for messages, and :meth:`Group.cut` has the caller wait no more.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Final, Protocol
 
 import torch
@@ -38,11 +39,11 @@ class _Work(Protocol):
     """A message in torch's hands."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Block until it is received."""
+        """Block until it is sent, or received."""
 
 
 class Message:
-    """A message that another rank sends."""
+    """One message that is under way."""
 
     def __init__(self, work: _Work, name: int, patience: timedelta) -> None:
         self._work = work
@@ -78,8 +79,11 @@ class Group:
         own, soon = dist.PrefixStore(key, store), min(patience, timedelta(seconds=CONNECT_S))
         self._backend = dist.ProcessGroupGloo(own, rank, size, soon)
         self._made_default = False
-        self._sent: list[tuple[object, torch.Tensor]] = []
-        """What the others may not have received."""
+        self._lost: PeerLost | None = None
+        self._awaited: SimpleQueue[Sequence[Message] | None] = SimpleQueue()
+        self._answers: SimpleQueue[PeerLost | None] = SimpleQueue()
+        queues = (self._awaited, self._answers)
+        threading.Thread(target=_await, args=queues, name="elaunch-steps", daemon=True).start()
 
     def among(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of these ranks; None for one. ALL of them call it together."""
@@ -102,20 +106,32 @@ class Group:
             raise _unconnected(error) from error
         self._made_default = True
 
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Block until all of these are sent, or received; PeerLost if one is not, or after cut."""
+        if self._lost is None:
+            self._awaited.put(messages)
+            self._lost = self._answers.get() or self._lost
+        if self._lost is not None:
+            raise self._lost
+
+    def cut(self) -> None:
+        """Have nobody wait for messages any more; from any thread."""
+        self._lost = PeerLost("steps(): a rank has died")
+        self._answers.put(self._lost)
+
     def close(self) -> None:
-        """End the default group, if it was made here."""
+        """Use it no more; end the default group, if it was made here."""
+        self._awaited.put(None)
         if self._made_default and dist.is_initialized():
             dist.destroy_process_group()
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Begin to send a contiguous tensor, which stays as it is until that rank has sent more.
-
-        PeerLost if it is gone.
-        """
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+        """Begin to send a contiguous tensor, which stays as it is until that is done."""
+        name = self.names[rank]
         try:
-            self._sent.append((self._backend.send([tensor], rank, tag), tensor))
+            return Message(self._backend.send([tensor], rank, tag), name, self._patience)
         except RuntimeError as error:
-            raise _lost(self.names[rank], error) from error
+            raise _lost(name, error) from error
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to receive into a contiguous tensor, which is as large as what is sent."""
@@ -139,31 +155,40 @@ class Group:
     def give(self, content: torch.Tensor, ranks: Sequence[int]) -> None:
         """Send bytes, of which there are some, to other ranks, each of which calls `take`."""
         length = torch.tensor([len(content)])
-        for rank in ranks:
-            self.send(length, rank, _TEXTS)
-            self.send(content, rank, _TEXTS)
-        for rank in ranks:
-            self.receive(torch.empty_like(length), rank, _TEXTS).wait()
+        messages = [self.send(length, rank, _TEXTS) for rank in ranks]
+        self.wait(messages + [self.send(content, rank, _TEXTS) for rank in ranks])
 
     def take(self, rank: int) -> torch.Tensor:
         """Return the bytes that another rank gives."""
         length = torch.tensor([0])
-        self.receive(length, rank, _TEXTS).wait()
+        self.wait([self.receive(length, rank, _TEXTS)])
         content = torch.empty(int(length), dtype=torch.uint8)
-        self.receive(content, rank, _TEXTS).wait()
-        self.send(length, rank, _TEXTS)
+        self.wait([self.receive(content, rank, _TEXTS)])
         return content
 
     def _exchange(self, own: torch.Tensor, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        before = len(self._sent)
         messages = [self.receive(found[rank], rank, _TEXTS) for rank in self.others]
-        for rank in self.others:
-            self.send(own, rank, _TEXTS)
-        for message in messages:
-            message.wait()
-        del self._sent[:before]
+        self.wait(messages + [self.send(own, rank, _TEXTS) for rank in self.others])
         found[self.rank] = own
         return found
+
+
+def _await(
+    given: SimpleQueue[Sequence[Message] | None], answers: SimpleQueue[PeerLost | None]
+) -> None:
+    """Wait for messages, list by list, until None comes."""
+    while (messages := given.get()) is not None:
+        answers.put(_problem(messages))
+        del messages  # which keep the connections open
+
+
+def _problem(messages: Sequence[Message]) -> PeerLost | None:
+    try:
+        for message in messages:
+            message.wait()
+    except PeerLost as error:
+        return error
+    return None
 
 
 def connect(distributed: DistributedContext, names: Sequence[int]) -> Group | None:

@@ -166,12 +166,17 @@ class StepsWorld:
         """End whatever this rank waits for; the link's thread calls it."""
         if self._sockets is not None:
             self._sockets.cut()
+        for group in (self.group, self._whole):
+            if group is not None:
+                group.cut()
         for store in (self.ranks.round_store, self._rounds):
             if store is not None:
                 store.close("a rank has died")
 
     def begin_step(self) -> None:
         """Have all that are present compute from here on."""
+        if self.group is not None and self.group is not self._whole:
+            self.group.close()
         self.group = self._whole
 
     # ── ranks that die ───────────────────────────────────────────────────────────────────────────
@@ -259,7 +264,8 @@ class StepsWorld:
 
         Raises PeerLost where none has by then, and not before ``until`` on the monotonic clock.
         """
-        self.group, missing, found = self._whole, self.missing, list[int]()
+        self.begin_step()
+        missing, found = self.missing, list[int]()
         if self.ranks.rank == 0:
             self._opened().wait(f"here/{missing[0]}", time.monotonic() + MOMENT_S)
             found = self.look()
@@ -307,6 +313,7 @@ class StepsWorld:
 
     def close(self) -> None:
         """Let go of the group."""
+        self.begin_step()
         if self._whole is not None:
             self._whole.close()
         self.group = self._whole = None
