@@ -87,7 +87,7 @@ def test_a_cut_leaves_no_descriptors(host: StoreHost) -> None:
             stack.enter_context(open(os.devnull))
         before = descriptors()
         sockets.cut()
-        assert descriptors() == before
+        assert descriptors() <= before  # more may have been closed since
 
 
 def descriptors() -> int:
