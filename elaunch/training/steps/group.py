@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final, Protocol
@@ -238,15 +238,15 @@ class Sockets:
     def cut(self) -> None:
         """Shut them down: whoever waits for them gets an error."""
         for descriptor, inode in _sockets() - self._before if self._made is None else self._made:
-            with suppress(OSError):
+            with suppress(OSError), ExitStack() as stack:
                 own = os.dup(descriptor)
-                if os.fstat(own).st_ino != inode:  # closed since, and another file's by now
-                    os.close(own)
-                    continue
-                with socket.socket(fileno=own) as one:
-                    is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_tcp and one.getpeername():
-                        one.shutdown(socket.SHUT_RDWR)
+                stack.callback(os.close, own)  # it may be no socket any more
+                one = socket.socket(fileno=own)
+                stack.callback(one.detach)
+                is_it = os.fstat(own).st_ino == inode
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_it and is_tcp and one.getpeername():
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> frozenset[tuple[int, int]]:

@@ -214,7 +214,7 @@ class StepsWorld:
                     self._opened().put("loop", str(self.loop).encode(), _soon())
                     log.warning("round %d goes on: %s", self._job.round, self._in_words(found))
             except (CollectiveError, ContextError) as another:
-                error = another
+                error = another.with_traceback(None)  # which has this frame, and so itself
                 continue
             return found
         raise error
