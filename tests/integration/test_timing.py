@@ -62,7 +62,7 @@ def test_a_crash_and_a_resume(elaunch: Launcher, tmp_path: Path) -> None:
     document, seconds, page = timing(elaunch, "timed")
     found = document["timing"]
     lasted = document["ended_at"] - document["started_at"]
-    assert found["wall_s"] == pytest.approx(lasted, rel=0.01)
+    assert found["wall_s"] == pytest.approx(lasted, abs=1.0)
     assert found["slots"] == 2 and found["failures"] == 1 and found["reports"] == "steps"
     assert seconds["load"] >= 0.6 and seconds["save"] >= 0.5 and seconds["section"] >= 0.7
     assert seconds["lost"] >= 4 * 0.1 and seconds["train"] >= 8 * 0.1
