@@ -31,6 +31,7 @@ from elaunch.training.distributed import DistributedContext
 CONNECT_S: Final = 10.0
 """Seconds for the ranks, which have just met, to reach the store again, and each other: gloo's wait
 for one that has died since cannot be cut."""
+_DIED: Final = "steps(): a rank has died"
 _TEXTS: Final = 0
 """The tag of what :meth:`Group.allgather` sends; those of tensors are above it."""
 
@@ -79,7 +80,7 @@ class Group:
         own, soon = dist.PrefixStore(key, store), min(patience, timedelta(seconds=CONNECT_S))
         self._backend = dist.ProcessGroupGloo(own, rank, size, soon)
         self._made_default = False
-        self._lost: PeerLost | None = None
+        self._is_lost = False
         self._awaited: SimpleQueue[Sequence[Message] | None] = SimpleQueue()
         self._answers: SimpleQueue[PeerLost | None] = SimpleQueue()
         queues = (self._awaited, self._answers)
@@ -108,16 +109,20 @@ class Group:
 
     def wait(self, messages: Sequence[Message]) -> None:
         """Block until all of these are sent, or received; PeerLost if one is not, or after cut."""
-        if self._lost is None:
-            self._awaited.put(messages)
-            self._lost = self._answers.get() or self._lost
-        if self._lost is not None:
-            raise self._lost
+        if self._is_lost:
+            raise PeerLost(_DIED)
+        self._awaited.put(messages)
+        if (error := self._answers.get()) is not None:
+            self._is_lost = True
+            try:
+                raise error
+            finally:
+                del error  # or this frame and the connections would be garbage of each other
 
     def cut(self) -> None:
         """Have nobody wait for messages any more; from any thread."""
-        self._lost = PeerLost("steps(): a rank has died")
-        self._answers.put(self._lost)
+        self._is_lost = True
+        self._answers.put(PeerLost(_DIED))
 
     def close(self) -> None:
         """Use it no more; end the default group, if it was made here."""

@@ -78,6 +78,15 @@ def test_a_rank_that_waits_is_woken(host: StoreHost) -> None:
         assert other.get("k") == b"v"
 
 
+def test_a_wait_that_gloo_never_ends_is_left(host: StoreHost) -> None:
+    """Its connection broke while a part of the message was written, or read: gloo forgets it."""
+    first, _second = groups(host, 2)
+    threading.Timer(0.1, first.cut).start()
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=r"^steps\(\): a rank has died$"):
+            first.wait([first.receive(torch.empty(5), 1, 7)])
+
+
 def test_a_cut_leaves_no_descriptors(host: StoreHost) -> None:
     """Of connections that were closed since: files have theirs."""
     sockets, made = Sockets(), groups(host, 2)
@@ -144,6 +153,7 @@ def test_a_store_that_does_not_answer_is_named(host: StoreHost) -> None:
 
         first, _ = in_threads(range(2), work).all()
         process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T")
         where_it_is = f"cannot reach the round's TCPStore at 127.0.0.1:{where[1]}: it accepts"
         with pytest.raises(CollectiveTimeout, match=where_it_is):
             connect(first, range(2))
@@ -192,7 +202,7 @@ def test_a_second_loss_leaves_no_garbage(
     environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    enter = {"op": "enter", "environ": environ, "present": [0]}
+    enter = {"op": "enter", "environ": environ, "present": [0], "slots": [2]}
     lost: list[weakref.ref[Connections]] = []
 
     def move(there: Placement, _: int) -> None:
