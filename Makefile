@@ -7,7 +7,7 @@
 #   make gpu     the tests that need a GPU and NCCL
 #   make lint    format, lint, types, size
 #   make check   the same and the fast tests: about a minute
-#   make claims  what README claims, measured beside torchrun: a table of what holds; four minutes
+#   make claims  what README claims, measured beside torchrun: a table of what holds; seven minutes
 #   make bench   elaunch beside torchrun: a table, and JSON in bench-results/
 #   make bench-cluster  the same with several nodes, through a TCPStore and through etcd
 #   make bench-checkpoint  saving and resuming, beside torch.save and torch.distributed.checkpoint

@@ -26,7 +26,7 @@ import elaunch
 KILLED, UNTIL = 50, 1000
 SETUP, PACE = 3.0, 0.01
 STEP, MICRO = 48, 4
-DATA = TensorDataset(torch.randn(4 * STEP, 64), torch.randn(4 * STEP, 64))
+DATA = TensorDataset(*torch.randn(2, 4 * STEP, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def build() -> nn.Module:

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import elaunch
 
 STEP, MICRO = 48, 4
-DATA = TensorDataset(torch.randn(4 * STEP, 64), torch.randn(4 * STEP, 64))
+DATA = TensorDataset(*torch.randn(2, 4 * STEP, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def main() -> None:
