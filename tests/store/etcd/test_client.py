@@ -500,9 +500,9 @@ def test_a_password_that_takes_long_to_compare(
     tmp_path: Path, opened: Callable[..., EtcdStore]
 ) -> None:
     """Longer than one call may: as on a busy machine, on which etcd gets little of the time."""
-    with serve(tmp_path / "etcd", options=["--bcrypt-cost", "13"]) as cluster:
+    with serve(tmp_path / "etcd", options=["--bcrypt-cost", "12"]) as cluster:
         cluster.add_user("jobs", "s3cret", "/jobs")
-        mine = cluster.place(prefix="/jobs", user="jobs", password="s3cret", call_timeout=0.2)
+        mine = cluster.place(prefix="/jobs", user="jobs", password="s3cret", call_timeout=0.1)
         opened(mine)  # reads something, or raises StoreUnreachable
 
 
