@@ -247,8 +247,8 @@ class CheckpointSession:
 
             place = str(self.storage.place)
             here = self.distributed.placement
-            misses = here.launcher == "elaunch" and here.size < self.info.world_size
-            misses = misses and self.info.nodes > 1
+            fewer = self.info.nodes > 1 and here.size < self.info.world_size
+            misses = fewer and here.launcher == "elaunch"
             here = here._replace(rank=self.info.rank) if misses else here
             saver, lacks = connected(self.link, here, place, owner.round)
             lacks = MISSING if misses and not lacks else lacks

@@ -15,13 +15,10 @@ import time
 import torch
 from stamp import directory, rank, round_number, stamp
 from steps import STEP_SECONDS
+from steps_killed import DATA, MICRO, STEP
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import elaunch
-
-STEP, MICRO = 48, 4
-DATA = TensorDataset(*torch.randn(2, 4 * STEP, 64, generator=torch.Generator().manual_seed(0)))
 
 
 def main() -> None:
